@@ -1,0 +1,1 @@
+"""Tests of steadykv; `make test` runs them all on the CPU."""
