@@ -1,0 +1,128 @@
+"""What every codec is: a layout, an encoder of FP32 rows and a decoder into a view.
+
+Codecs see N = B·H independent heads; nothing they compute crosses N.
+"""
+
+from __future__ import annotations
+
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ..config import CodecConfig
+
+__all__ = [
+    "FLAGS",
+    "WORKSPACE_BYTES",
+    "Codec",
+    "Encoded",
+    "HeadInputs",
+    "Shape",
+    "SpanKey",
+    "TensorSpec",
+]
+
+Shape = tuple[int, int, int, int]
+
+# FP32 bytes of the span that one pass of encode or decode holds at once. 64 MiB keeps a 4,680-token
+# layer of 12 heads in one pass (28.8 MB) and a 29,640-token head (15.2 MB) in groups of four.
+WORKSPACE_BYTES = 64 << 20
+
+FLAGS = {
+    "nonfinite": torch.int64,
+    "saturated": torch.int64,
+    "weight_active": torch.uint8,
+    "psac_active": torch.uint8,
+    "psac_failed": torch.uint8,
+}
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of one payload tensor."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of a tensor like this."""
+        count = self.dtype.itemsize
+        for size in self.shape:
+            count *= size
+        return count
+
+
+@dataclass(frozen=True)
+class SpanKey:
+    """Which span of which tensor is encoded; with the seed it decides the cold-start centroids."""
+
+    layer: int = 0
+    tensor: str = "key"
+    span: int = 0
+
+    def generator(self, seed: int, stage: int) -> torch.Generator:
+        """A private CPU generator, seeded with crc32 of "seed/layer/tensor/span/stage"."""
+        text = f"{seed}/{self.layer}/{self.tensor}/{self.span}/{stage}"
+        return torch.Generator("cpu").manual_seed(zlib.crc32(text.encode()))
+
+
+@dataclass(frozen=True)
+class HeadInputs:
+    """What an encoder may use beside the tokens, for the N heads of one pass.
+
+    moment: FP32 [N, D, D] query second moment, or None. count: int64 [N] queries in it, or None.
+    initial_centroids: [N, T, C_eff, D] to start k-means from, or None for a cold start.
+    span_key: seeds the cold start.
+    """
+
+    span_key: SpanKey = field(default_factory=SpanKey)
+    moment: Tensor | None = None
+    count: Tensor | None = None
+    initial_centroids: Tensor | None = None
+
+
+@dataclass
+class Encoded:
+    """Tensors and flags of one pass, N first."""
+
+    tensors: dict[str, Tensor]
+    flags: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Codec(ABC):
+    """One method with its configuration. Subclasses hold no state beside it."""
+
+    def __init__(self, config: CodecConfig) -> None:
+        self.config = config
+
+    @abstractmethod
+    def layout(self, shape: Shape, compensated: bool) -> dict[str, TensorSpec]:
+        """Every stored tensor of a [B, H, S, D] span, before encoding (dense coefficients)."""
+
+    @abstractmethod
+    def encode(self, x: Tensor, inputs: HeadInputs) -> Encoded:
+        """Packs finite, contiguous FP32 [N, S, D], S > 0, into the tensors of `layout`, N first."""
+
+    @abstractmethod
+    def decode(
+        self, tensors: Mapping[str, Tensor], shape: Shape, out: Tensor, start: int, end: int
+    ) -> None:
+        """Writes tokens start..end into `out` [B, H, end - start, D], any strides and dtype."""
+
+    def finish(self, tensors: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
+        """Last step over the whole payload [B, H, ...], after all passes."""
+        return tensors
+
+    def stored_layout(self, shape: Shape, tensors: Mapping[str, Tensor]) -> dict[str, TensorSpec]:
+        """The layout that tensors read from a file claim to have."""
+        return self.layout(shape, compensated="basis" in tensors)
+
+    def check_indices(  # noqa: B027 - most codecs store no index
+        self, shape: Shape, tensors: Mapping[str, Tensor]
+    ) -> None:
+        """Raises PayloadError where an index of a loaded payload points outside it."""

@@ -1,0 +1,157 @@
+"""The way in: checks, cleans and packs one span, in passes of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..config import CodecConfig
+from ..errors import ShapeError
+from .base import FLAGS, WORKSPACE_BYTES, Codec, Encoded, HeadInputs, Shape, SpanKey
+from .payload import Payload
+from .query_moment import QueryMoment
+
+__all__ = ["encode"]
+
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def encode(
+    x: Tensor,
+    config: CodecConfig,
+    *,
+    stats: QueryMoment | None = None,
+    warm: Payload | Tensor | None = None,
+    span_key: SpanKey | None = None,
+    initial_centroids: Tensor | None = None,
+) -> Payload:
+    """Packs one K or V span.
+
+    x: FP16, BF16 or FP32 [B, H, S, D], any strides; NaN and Inf count as 0 (flag `nonfinite` counts
+        them on the device). It is not changed and not kept.
+    stats: queries seen so far, for codecs that use them; None or no queries is a cold start.
+    warm: payload of the span before (or its centroids [B, H, T, C, D]); starts k-means where
+        `config.warm_start` is set and the geometry is the same, and is ignored otherwise.
+    span_key: layer, tensor and span, which seed a cold start.
+    initial_centroids: [B, H, T, min(C, S), D], overrides `warm` and the cold start.
+
+    Batch rows and heads are independent: encoding two rows together gives the bytes of encoding
+    each alone.
+    Allocates the payload and a workspace of about five FP32 copies of as many heads as fit in
+    `base.WORKSPACE_BYTES` (one head at least). Raises ShapeError.
+    """
+    from . import codec_for
+
+    shape = _checked_shape(x)
+    batch, heads = shape[:2]
+    codec = codec_for(config)
+    if stats is not None:
+        _check_moment(stats, x)
+    start = _start_centroids(codec, shape, warm, initial_centroids)
+    if not x.numel():
+        return _empty(codec, shape, x.device)
+    inputs = HeadInputs(
+        span_key=span_key or SpanKey(),
+        initial_centroids=None if start is None else start.to(x.device).flatten(0, 1),
+    )
+    if config.needs_queries and stats is not None and stats.has_queries:
+        inputs = replace(inputs, moment=stats.moment.flatten(0, 1), count=stats.count.flatten(0, 1))
+    with ops.full_precision(x.device):
+        passes = [_encode_heads(codec, x, heads, inputs) for heads in _head_groups(shape)]
+        tensors = codec.finish(_join([p.tensors for p in passes], batch, heads), shape)
+        flags = _join([p.flags for p in passes], batch, heads)
+    ordered = {name: tensors[name] for name in codec.stored_layout(shape, tensors)}
+    return Payload(config, shape, ordered, {k: t.to(FLAGS[k]) for k, t in flags.items()})
+
+
+def _encode_heads(codec: Codec, x: Tensor, heads: slice, inputs: HeadInputs) -> Encoded:
+    """Encodes some of the N = B·H heads from a clean FP32 copy."""
+    rows, nonfinite = ops.replace_nonfinite(_head_rows(x, heads))
+    given = (inputs.moment, inputs.count, inputs.initial_centroids)
+    moment, count, start = (None if t is None else t[heads] for t in given)
+    encoded = codec.encode(rows, HeadInputs(inputs.span_key, moment, count, start))
+    encoded.flags["nonfinite"] = nonfinite
+    return encoded
+
+
+def _head_rows(x: Tensor, heads: slice) -> Tensor:
+    """Heads first..last of [B, H, S, D] in any strides, as a new contiguous FP32 [n, S, D]."""
+    shape = (heads.stop - heads.start, *x.shape[2:])
+    rows = torch.empty(shape, dtype=torch.float32, device=x.device)
+    first = heads.start
+    while first < heads.stop:  # whole batch rows, cut at the ends
+        row, head = divmod(first, x.shape[1])
+        count = min(x.shape[1] - head, heads.stop - first)
+        at = first - heads.start
+        rows[at : at + count] = x[row, head : head + count]
+        first += count
+    return rows
+
+
+def _head_groups(shape: Shape) -> Iterator[slice]:
+    batch, heads, tokens, width = shape
+    step = max(1, WORKSPACE_BYTES // (4 * tokens * width))
+    for first in range(0, batch * heads, step):
+        yield slice(first, min(first + step, batch * heads))
+
+
+def _join(parts: list[dict[str, Tensor]], batch: int, heads: int) -> dict[str, Tensor]:
+    """Concatenates the passes and splits N into [B, H]."""
+    joined = (
+        parts[0] if len(parts) == 1 else {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
+    )
+    return {k: t.contiguous().unflatten(0, (batch, heads)) for k, t in joined.items()}
+
+
+def _empty(codec: Codec, shape: Shape, device: torch.device) -> Payload:
+    layout = codec.layout(shape, compensated=False)
+    tensors = {k: torch.empty(s.shape, dtype=s.dtype, device=device) for k, s in layout.items()}
+    names = FLAGS if codec.config.needs_queries else ("nonfinite", "saturated")
+    flags = {name: torch.zeros(shape[:2], dtype=FLAGS[name], device=device) for name in names}
+    return Payload(codec.config, shape, tensors, flags)
+
+
+def _checked_shape(x: Tensor) -> Shape:
+    if x.dim() != 4 or not x.shape[3] or x.dtype not in _DTYPES:
+        raise ShapeError(
+            f"x is {tuple(x.shape)} {x.dtype}: "
+            "expected [B, H, S, D] in bfloat16, float16 or float32, D at least 1"
+        )
+    batch, heads, tokens, width = x.shape
+    return batch, heads, tokens, width
+
+
+def _check_moment(stats: QueryMoment, x: Tensor) -> None:
+    batch, heads, _, width = x.shape
+    expected = (batch, heads, width, width)
+    if tuple(stats.moment.shape) != expected or stats.moment.device != x.device:
+        raise ShapeError(
+            f"query moment is {tuple(stats.moment.shape)} on {stats.moment.device}: "
+            f"expected {expected} on {x.device}"
+        )
+
+
+def _start_centroids(
+    codec: Codec, shape: Shape, warm: Payload | Tensor | None, initial: Tensor | None
+) -> Tensor | None:
+    """Centroids to start from [B, H, T, C_eff, D], or None for a cold start."""
+    layout = codec.layout(shape, compensated=False).get("centroids")
+    if layout is None:
+        return None
+    if initial is not None:
+        if tuple(initial.shape) != layout.shape:
+            raise ShapeError(
+                f"initial_centroids are {tuple(initial.shape)}: expected {layout.shape}"
+            )
+        return initial
+    if not codec.config.warm_start or warm is None:
+        return None
+    if isinstance(warm, Payload):
+        if warm.shape != shape:
+            return None
+        warm = warm.centroids
+    return warm if warm is not None and tuple(warm.shape) == layout.shape else None

@@ -1,0 +1,36 @@
+"""Contracts of the ops: shapes, dtypes and dispatch. The maths is in `steadykv.reference`."""
+
+from .decode import decode_clustered, decode_grouped
+from .dispatch import BACKENDS, OPS, explain, use_backend
+from .finite import replace_nonfinite
+from .group_quantize import group_dequantize, group_quantize
+from .kmeans import gather_centroids, kmeans
+from .pack import pack, packed_length, unpack
+from .precision import full_precision
+from .psac import compensate, query_basis
+from .qsac import select_centroids
+from .query_moment import accumulate_moment, channel_weight, merge_moment
+
+__all__ = [
+    "BACKENDS",
+    "OPS",
+    "accumulate_moment",
+    "channel_weight",
+    "compensate",
+    "decode_clustered",
+    "decode_grouped",
+    "explain",
+    "full_precision",
+    "gather_centroids",
+    "group_dequantize",
+    "group_quantize",
+    "kmeans",
+    "merge_moment",
+    "pack",
+    "packed_length",
+    "query_basis",
+    "replace_nonfinite",
+    "select_centroids",
+    "unpack",
+    "use_backend",
+]

@@ -1,0 +1,49 @@
+"""Contract: packed tokens into a dense view. This is the read path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from .dispatch import resolve
+
+__all__ = ["decode_clustered", "decode_grouped"]
+
+
+def decode_clustered(
+    tensors: Mapping[str, Tensor],
+    out: Tensor,
+    grid: str,
+    bits: int,
+    group_size: int,
+    start: int,
+    end: int,
+    *,
+    backend: str | None = None,
+) -> None:
+    """(mu_1[id] + …) + residual + alpha·(basis·codes) of tokens start..end: FP32 sums, one cast.
+
+    tensors: of a qvg, qvg4 or quantwm payload, [B, H, ...] or sparse coefficients. out:
+    [B, H, end-start, D], float, any strides, on the same device. An FP16 `out` saturates. Allocates
+    FP32 row blocks, nothing that grows with S.
+    """
+    module = resolve("decode", out.device, backend)
+    module.decode_clustered(tensors, out, grid, bits, group_size, start, end)
+
+
+def decode_grouped(
+    tensors: Mapping[str, Tensor],
+    out: Tensor,
+    grid: str,
+    bits: int,
+    group_size: int,
+    axis: str,
+    start: int,
+    end: int,
+    *,
+    backend: str | None = None,
+) -> None:
+    """The same for payloads that hold nothing but groups (kivi)."""
+    module = resolve("decode", out.device, backend)
+    module.decode_grouped(tensors, out, grid, bits, group_size, axis, start, end)

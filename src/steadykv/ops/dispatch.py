@@ -1,0 +1,96 @@
+"""Which implementation of an op runs.
+
+The first that says something decides: the `backend` argument of the call, the `use_backend`
+context, the environment variable STEADYKV_BACKEND, the automatic order. A backend is asked by
+device alone, so that the choice is static. A backend named explicitly that cannot serve raises
+`BackendUnavailable`; it is never replaced in silence.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib import import_module
+from types import ModuleType
+
+import torch
+
+from ..errors import BackendUnavailable
+
+__all__ = ["BACKENDS", "OPS", "explain", "resolve", "use_backend"]
+
+VARIABLE = "STEADYKV_BACKEND"
+
+# One module a name, under the same name, in every backend's folder.
+OPS = ("decode", "finite", "group_quantize", "kmeans", "pack", "psac", "qsac", "query_moment")
+
+# Backend (= folder) in automatic order -> a function of (op, device) that returns why it cannot
+# serve, or None.
+BACKENDS: dict[str, Callable[[str, torch.device], str | None]] = {
+    "reference": lambda op, device: None,
+}
+
+_context: ContextVar[str | None] = ContextVar("steadykv_backend", default=None)
+_modules: dict[tuple[str, str], ModuleType] = {}
+
+
+@contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Every op called inside runs on backend `name`, or raises BackendUnavailable."""
+    _check_known(name, "use_backend")
+    token = _context.set(name)
+    try:
+        yield
+    finally:
+        _context.reset(token)
+
+
+def resolve(op: str, device: torch.device, backend: str | None = None) -> ModuleType:
+    """The module that implements `op` on `device`."""
+    name = _choose(op, device, backend)[0]
+    module = _modules.get((name, op))
+    if module is None:
+        module = _modules[name, op] = import_module(f"steadykv.{name}.{op}")
+    return module
+
+
+def explain(device: torch.device | str = "cpu") -> list[dict[str, str]]:
+    """What each op resolves to on `device`, and why: rows with op, backend, reason."""
+    rows = []
+    for op in OPS:
+        name, reason = _choose(op, torch.device(device), None)
+        rows.append({"op": op, "backend": name, "reason": reason})
+    return rows
+
+
+def _choose(op: str, device: torch.device, backend: str | None) -> tuple[str, str]:
+    source = "call argument"
+    if backend is None:
+        backend, source = _context.get(), "use_backend"
+    if backend is None:
+        backend, source = os.environ.get(VARIABLE) or None, VARIABLE
+    if backend is not None:
+        _check_known(backend, source)
+        refusal = BACKENDS[backend](op, device)
+        if refusal:
+            raise BackendUnavailable(
+                f"{source} asks for {backend!r}, which cannot run {op} on {device}: {refusal}"
+            )
+        return backend, source
+    refusals: list[str] = []
+    for name, refuse in BACKENDS.items():
+        refusal = refuse(op, device)
+        if refusal is None:
+            return name, "; ".join(["automatic", *refusals])
+        refusals.append(f"not {name}: {refusal}")
+    raise BackendUnavailable(f"no backend can run {op} on {device}: {'; '.join(refusals)}")
+
+
+def _check_known(name: str, source: str) -> None:
+    if name not in BACKENDS:
+        raise BackendUnavailable(
+            f"{source} asks for backend {name!r}, which this release does not have: "
+            f"expected {' or '.join(map(repr, BACKENDS))}"
+        )

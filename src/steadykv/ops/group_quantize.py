@@ -1,0 +1,56 @@
+"""Contract: groups of a token row (or of a channel) onto a small grid."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from .dispatch import resolve
+
+__all__ = ["GRIDS", "group_dequantize", "group_quantize"]
+
+GRIDS = ("symmetric", "affine_min", "affine_zero")
+
+
+def group_quantize(
+    x: Tensor,
+    grid: str,
+    bits: int,
+    group_size: int,
+    *,
+    axis: str = "channels",
+    backend: str | None = None,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Quantizes each group of FP32 [N, S, D], S > 0, on its own; the last group may be shorter.
+
+    Returns the packed tensors and the number of metadata values that saturated, int64 [N]. With Q =
+    2^bits - 1 and G = ceil(D / group_size):
+    - "symmetric": `scale` E4M3 [N, S, G]; value s·q, |q| <= 2^(bits-1) - 1. Quant VideoGen.
+    - "affine_min": `scale`, `minimum` FP16 [N, S, G], or [N, ceil(S / group_size), D] for axis
+      "tokens"; value m + s·q. KIVI (arXiv 2402.02750).
+    - "affine_zero": `scale_codes` uint8 [N, S, G], `scale_base` FP16 [N], `zeros` uint8 [N,
+      ceil(S·G·bits/8)]; value s·(q - z), s = base·scale_code. QuantWM (arXiv 2609.26425) eq. 1-2,
+      App. D.1.
+    All with `codes` uint8 [N, S, ceil(D·bits/8)]. Codes always use the stored scale. Allocates a
+    few FP32 copies of x.
+    """
+    module = resolve("group_quantize", x.device, backend)
+    return module.group_quantize(x, grid, bits, group_size, axis)
+
+
+def group_dequantize(
+    tensors: Mapping[str, Tensor],
+    grid: str,
+    bits: int,
+    group_size: int,
+    head_dim: int,
+    start: int,
+    end: int,
+    *,
+    axis: str = "channels",
+    backend: str | None = None,
+) -> Tensor:
+    """Values of the tokens start..end of what `group_quantize` made: new FP32 [N, end-start, D]."""
+    module = resolve("group_quantize", tensors["codes"].device, backend)
+    return module.group_dequantize(tensors, grid, bits, group_size, head_dim, start, end, axis)

@@ -1,0 +1,42 @@
+"""Contract: principal subspace-aware compensation (PSAC)."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .dispatch import resolve
+
+__all__ = ["compensate", "query_basis"]
+
+
+def query_basis(
+    moment: Tensor, count: Tensor, rank: int, *, backend: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The directions in which queries are strongest.
+
+    moment: FP32 [N, D, D], count: int64 [N], rank <= D.
+    Returns the first `rank` eigenvectors as columns, BF16 [N, D, rank], by descending eigenvalue,
+    the first largest entry of each positive; and uint8 [N] `active` and `failed`. A head without
+    queries, and one whose moment is not finite or whose solver failed, is not active and gets a
+    zero basis; only the latter counts as failed. Solves in FP64, because the moment is nearly
+    singular. `torch.linalg.eigh` reports its status to the host: the one host sync of an encode.
+    QuantWM (arXiv 2609.26425), PSAC.
+    """
+    module = resolve("psac", moment.device, backend)
+    return module.query_basis(moment, count, rank)
+
+
+def compensate(
+    error: Tensor, basis: Tensor, moment: Tensor, retain: str, *, backend: str | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Stores the part of the key error that queries see best.
+
+    error: FP32 [N, S, D], key minus decoded key. basis: BF16 [N, D, r]. moment: FP32 [N, D, D].
+    retain: "row" keeps a row only where it lowers the expected squared logit error e^T M e,
+    "always" keeps every row.
+    Returns `coef_codes` int8 [N, S, r], `coef_scales` FP16 [N, S] (both zero for rows that are not
+    kept) and the number of saturated scales, int64 [N]. Allocates a few [N, S, r] FP32 tensors.
+    QuantWM (arXiv 2609.26425), PSAC and App. D.
+    """
+    module = resolve("psac", error.device, backend)
+    return module.compensate(error, basis, moment, retain)

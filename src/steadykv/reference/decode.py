@@ -1,0 +1,93 @@
+"""Definition: dense values of a slice of tokens, in blocks of bounded size."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from .blocks import gather_rows
+from .group_quantize import group_dequantize
+
+__all__ = ["decode_clustered", "decode_grouped"]
+
+# FP32 bytes of one block of rows, all heads together. The 1,152 tokens of three heads of the
+# embedded model need 1.7 MB, one layer of 4,680 tokens and 12 heads 28.8 MB.
+BLOCK_BYTES = 64 << 20
+FP16_MAX = 65504.0
+
+
+def decode_clustered(
+    tensors: Mapping[str, Tensor],
+    out: Tensor,
+    grid: str,
+    bits: int,
+    group_size: int,
+    start: int,
+    end: int,
+) -> None:
+    """See `steadykv.ops.decode`."""
+    sparse = (
+        {"coef_codes", "coef_scales", "row_index", "row_offsets"}
+        if "row_index" in tensors
+        else set()
+    )
+    packed = {k: t.flatten(0, 1) for k, t in tensors.items() if k not in sparse}
+    if sparse:
+        packed.update(_dense_coefficients(tensors, packed["ids"].shape[0], packed["ids"].shape[2]))
+    centroids = packed["centroids"]
+    for first, last in _token_blocks(out, start, end):
+        value = group_dequantize(packed, grid, bits, group_size, out.shape[-1], first, last)
+        ids = packed["ids"][..., first:last].long()
+        base = gather_rows(centroids[:, 0], ids[:, 0]).float()
+        for stage in range(1, ids.shape[1]):
+            base += gather_rows(centroids[:, stage], ids[:, stage])
+        value += base
+        if "basis" in packed:
+            codes = packed["coef_codes"][:, first:last].float()
+            correction = torch.bmm(codes, packed["basis"].float().transpose(1, 2))
+            value += correction.mul_(packed["coef_scales"][:, first:last, None])
+        _store(value, out[:, :, first - start : last - start])
+
+
+def decode_grouped(
+    tensors: Mapping[str, Tensor],
+    out: Tensor,
+    grid: str,
+    bits: int,
+    group_size: int,
+    axis: str,
+    start: int,
+    end: int,
+) -> None:
+    """See `steadykv.ops.decode`."""
+    packed = {k: t.flatten(0, 1) for k, t in tensors.items()}
+    for first, last in _token_blocks(out, start, end):
+        value = group_dequantize(packed, grid, bits, group_size, out.shape[-1], first, last, axis)
+        _store(value, out[:, :, first - start : last - start])
+
+
+def _token_blocks(out: Tensor, start: int, end: int) -> Iterator[tuple[int, int]]:
+    batch, heads, _, width = out.shape
+    step = max(1, BLOCK_BYTES // (4 * batch * heads * width))
+    for first in range(start, end, step):
+        yield first, min(first + step, end)
+
+
+def _store(value: Tensor, out: Tensor) -> None:
+    if out.dtype == torch.float16:
+        value.clamp_(-FP16_MAX, FP16_MAX)
+    out.copy_(value.view(out.shape))
+
+
+def _dense_coefficients(tensors: Mapping[str, Tensor], heads: int, rows: int) -> dict[str, Tensor]:
+    """Sparse coefficients on their rows, zeros elsewhere: int8 [N, S, r] and FP16 [N, S]."""
+    offsets = tensors["row_offsets"].long()
+    kept = tensors["row_index"].shape[0]
+    head = torch.repeat_interleave(offsets.diff(), output_size=kept)
+    at = head * rows + tensors["row_index"].long()
+    codes = tensors["coef_codes"].new_zeros(heads * rows, tensors["coef_codes"].shape[1])
+    scales = tensors["coef_scales"].new_zeros(heads * rows)
+    codes[at], scales[at] = tensors["coef_codes"], tensors["coef_scales"]
+    return {"coef_codes": codes.view(heads, rows, -1), "coef_scales": scales.view(heads, rows)}

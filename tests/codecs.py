@@ -1,0 +1,110 @@
+"""THE list of codec cases. Every property test walks it: one row tests a new method."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+from steadykv.codecs import Payload, QueryMoment, SpanKey, encode
+from steadykv.config import CodecConfig
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
+
+
+@dataclass(frozen=True)
+class CodecCase:
+    """One configuration, and how well it has to do on `sample_tokens`.
+
+    sqnr: decibels, both ends: below, information is lost; above, nothing was quantized.
+    is_warmed: encode with query statistics (a codec that needs none ignores them).
+    """
+
+    name: str
+    config: CodecConfig
+    sqnr: tuple[float, float]
+    is_warmed: bool = True
+
+    def __str__(self) -> str:
+        return self.name
+
+    @property
+    def is_compensated(self) -> bool:
+        """Whether the payload holds a basis and coefficients."""
+        return self.is_warmed and self.config.needs_queries and self.config.rank > 0
+
+    def stats(self, x: Tensor, seed: int = 1) -> QueryMoment | None:
+        """Query statistics for x [B, H, S, D], as the case wants them."""
+        return sample_moment(x, seed) if self.is_warmed else None
+
+    def encode(self, x: Tensor, stats: QueryMoment | None = None, **options: object) -> Payload:
+        """Packs x with `stats`, or with the case's own."""
+        stats = self.stats(x) if stats is None else stats
+        return encode(x, self.config, stats=stats, **options)  # type: ignore[arg-type]
+
+
+def sample_tokens(
+    batch: int = 1,
+    heads: int = 2,
+    tokens: int = 192,
+    head_dim: int = 64,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "cpu",
+) -> Tensor:
+    """[B, H, S, D] like a video's keys: a few patch types, a slow drift, some loud channels."""
+    generator = torch.Generator().manual_seed(seed)
+    types = torch.randn(batch, heads, 6, head_dim, generator=generator) * 2
+    which = torch.randint(0, 6, (tokens,), generator=generator)
+    noise = torch.randn(batch, heads, tokens, head_dim, generator=generator)
+    drift = torch.linspace(0, 1, tokens)[:, None] * torch.randn(head_dim, generator=generator)
+    loud = 1 + 3 * (torch.rand(heads, 1, head_dim, generator=generator) > 0.95)
+    return ((types[:, :, which] + noise + drift) * loud).to(dtype).to(device)
+
+
+def sample_queries(x: Tensor, seed: int = 1, group: int = 1, count: int = 64) -> Tensor:
+    """[B, H·group, count, D] queries with most energy in few directions, as real ones have."""
+    batch, heads, _, width = x.shape
+    generator = torch.Generator().manual_seed(seed)
+    directions = torch.randn(heads * group, 4, width, generator=generator)
+    strength = torch.randn(batch, heads * group, count, 4, generator=generator) * 3
+    noise = torch.randn(batch, heads * group, count, width, generator=generator)
+    return (strength @ directions + noise).to(x.device)
+
+
+def sample_moment(x: Tensor, seed: int = 1) -> QueryMoment:
+    """Statistics of `sample_queries`."""
+    batch, heads, _, width = x.shape
+    moment = QueryMoment.empty(batch, heads, width, x.device)
+    moment.update(sample_queries(x, seed))
+    return moment
+
+
+def sqnr(x: Tensor, decoded: Tensor) -> float:
+    """Signal over quantization noise in dB."""
+    signal, noise = x.double().square().sum(), (x.double() - decoded.double()).square().sum()
+    return float(10 * torch.log10(signal / noise))
+
+
+CASES = [
+    CodecCase("bf16", CodecConfig("bf16"), (float("inf"), float("inf"))),
+    CodecCase("kivi_keys", CodecConfig("kivi", group_size=32, axis="tokens"), (9, 11)),
+    CodecCase("kivi_values", CodecConfig("kivi", group_size=32), (5, 7.5)),
+    CodecCase("kivi_4bit", CodecConfig("kivi", bits=4, group_size=32), (19, 21.5)),
+    CodecCase("qvg", CodecConfig("qvg", centroids=16), (9, 12)),
+    CodecCase("qvg_4bit", CodecConfig("qvg", bits=4, centroids=16), (21.5, 25)),
+    CodecCase("qvg4", CodecConfig("qvg4", centroids=16), (12, 14.5)),
+    CodecCase("qvg4_group_24", CodecConfig("qvg4", centroids=16, group_size=24), (14.5, 17)),
+    CodecCase("qvg4_4bit", CodecConfig("qvg4", bits=4, centroids=16), (25, 27.5)),
+    CodecCase("quantwm", CodecConfig("quantwm", centroids=16), (12.3, 15)),
+    CodecCase("quantwm_cold", CodecConfig("quantwm", centroids=16), (12, 14.5), is_warmed=False),
+    CodecCase("quantwm_4bit", CodecConfig("quantwm", bits=4, centroids=16), (25.2, 28.2)),
+    CodecCase("quantwm_rank_3", CodecConfig("quantwm", centroids=16, rank=3), (12.1, 14.7)),
+    CodecCase("quantwm_rank_0", CodecConfig("quantwm", centroids=16, rank=0), (12, 14.5)),
+    CodecCase("quantwm_auto", CodecConfig("quantwm", centroids=16, coef_layout="auto"), (12.3, 15)),
+    CodecCase("quantwm_always", CodecConfig("quantwm", centroids=16, retain="always"), (12.3, 15)),
+]
+KEY = SpanKey(layer=3, tensor="key", span=2)

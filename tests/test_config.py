@@ -1,0 +1,193 @@
+"""Configurations: validated, exact about bytes, versioned."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steadykv.config import (
+    METHODS,
+    PRESETS,
+    CacheConfig,
+    CachePolicy,
+    CodecConfig,
+    parse_method,
+    preset,
+)
+from steadykv.errors import ConfigError, ShapeError
+
+BUDGETS = json.loads((Path(__file__).parent / "data" / "expected_bits.json").read_text())
+# What another spelling of the defaults would say in the budget table.
+GRIDS = {"qvg": "symmetric", "qvg4": "affine_zero", "quantwm": "affine_zero", "kivi": "affine_min"}
+
+
+def config_of(row: dict[str, Any]) -> CacheConfig:
+    """The configuration that a row of the budget table describes."""
+    params = row["params"]
+    assert params["grid"] == GRIDS[row["method"]]
+    assert params.get("stages", 1) == 1
+    names = {f.name for f in dataclasses.fields(CodecConfig)}
+    return preset(row["method"], **{k: v for k, v in params.items() if k in names})
+
+
+@pytest.mark.parametrize(
+    "row",
+    [row for row in BUDGETS if row["method"] in METHODS],
+    ids=lambda row: f"{row['method']}-{row['H']}x{row['S']}x{row['D']}",
+)
+def test_bit_budgets(row: dict[str, Any]) -> None:
+    config = config_of(row)
+    shape = (row["B"], row["H"], row["S"], row["D"])
+    assert config.keys.payload_nbytes(*shape) == row["bytes_K"]
+    assert config.values.payload_nbytes(*shape) == row["bytes_V"]
+    assert config.payload_nbytes(*shape) == row["bytes_K"] + row["bytes_V"]
+    assert config.bits_per_element(*shape) == pytest.approx(row["bits_per_element"], rel=1e-14)
+    assert config == preset(row["method"]), "the table holds the defaults"
+
+
+def test_the_budget_table_covers_every_packed_method() -> None:
+    assert {row["method"] for row in BUDGETS} >= set(METHODS) - {"bf16"}
+
+
+def test_rates_of_the_embedded_model() -> None:
+    """Spans of 2 chunks (1,152 tokens of three heads) with 32 centroids."""
+    shape = (1, 3, 1152, 128)
+    rates = {
+        name: round(preset(name).with_span(2, 32).bits_per_element(*shape), 3)
+        for name in ("qvg", "qvg4", "quantwm")
+    }
+    assert rates == {"qvg": 2.632, "qvg4": 2.663, "quantwm": 3.031}
+    assert preset("bf16").bits_per_element(*shape) == 16
+    cold = preset("quantwm", centroids=32).bits_per_element(*shape, compensated=False)
+    assert cold == preset("qvg4", centroids=32).bits_per_element(*shape)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"method": "qgv"},
+        {"method": ["qvg"]},
+        {"bits": 3},
+        {"bits": True},
+        {"group_size": 0},
+        {"group_size": 64.0},
+        {"centroids": 0},
+        {"centroids": 65537},
+        {"iterations": -1},
+        {"warm_start": 1},
+        {"seed": -1},
+        {"method": "kivi", "axis": "heads"},
+        {"method": "kivi", "centroids": 32},
+        {"method": "qvg", "axis": "tokens"},
+        {"method": "qvg4", "rank": 4},
+        {"method": "bf16", "group_size": 32},
+        {"method": "quantwm", "retain": "maybe"},
+        {"method": "quantwm", "coef_layout": "sparse"},
+        {"method": "quantwm", "first_span": "mine"},
+        {"method": "quantwm", "candidates": 0},
+        {"method": "quantwm", "rank": -1},
+    ],
+    ids=str,
+)
+def test_bad_codec_fields(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        CodecConfig(**fields)
+    assert "\n" not in str(caught.value)
+    assert str([*fields.values()][-1]) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"span_chunks": 0},
+        {"span_chunks": 1.5},
+        {"window_frames": 0},
+        {"sink_frames": -1},
+        {"sink_keep": -1},
+        {"recent_keep": "1"},
+        {"window_frames": 24, "sink_frames": 24},
+    ],
+    ids=str,
+)
+def test_bad_policies(fields: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        CachePolicy(**fields)
+
+
+def test_cache_config_takes_configs() -> None:
+    good = CodecConfig()
+    for bad in ({"keys": "qvg"}, {"values": None}, {"policy": {}}, {"name": ""}):
+        with pytest.raises(ConfigError):
+            CacheConfig(**{"keys": good, "values": good, **bad})  # type: ignore[arg-type]
+
+
+def test_presets() -> None:
+    assert preset("quantwm").keys.method == "quantwm"
+    assert preset("quantwm").values == preset("qvg4").values == CodecConfig("qvg4")
+    assert preset("kivi").keys == CodecConfig("kivi", group_size=32, axis="tokens")
+    assert preset("kivi").values == CodecConfig("kivi", group_size=32, axis="channels")
+    assert preset("kivi").policy.recent_keep == 0
+    assert preset("kivi_recent").policy.recent_keep == 1
+    assert all(preset(name).name == name for name in PRESETS)
+    needing = {name for name in PRESETS if preset(name).needs_queries}
+    assert needing == {"quantwm"}
+
+
+def test_overrides_reach_the_codecs_that_read_them() -> None:
+    config = preset("quantwm", centroids=32, rank=4, span_chunks=2, window_frames=24)
+    assert (config.keys.centroids, config.values.centroids) == (32, 32)
+    assert (config.keys.rank, config.values.rank) == (4, CodecConfig().rank)
+    assert (config.policy.span_chunks, config.policy.window_frames) == (2, 24)
+    assert config.name == "quantwm"
+    assert preset("bf16").with_span(2, 32) == preset("bf16", span_chunks=2)
+    assert parse_method("quantwm:bf16").with_span(3, 8).keys.centroids == 8
+    dense_values = preset("quantwm", values=CodecConfig("bf16"), name="K2V16")
+    assert (dense_values.values.method, dense_values.name) == ("bf16", "K2V16")
+
+
+@pytest.mark.parametrize("change", [{"rank": 4}, {"axis": "tokens"}, {"method": "qvg"}, {"x": 1}])
+def test_an_override_that_changes_nothing_is_refused(change: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(change))):
+        preset("qvg", **change)
+
+
+def test_parse_method() -> None:
+    assert parse_method("qvg") == preset("qvg")
+    split = parse_method("quantwm:bf16")
+    assert (split.keys, split.values) == (CodecConfig("quantwm"), CodecConfig("bf16"))
+    assert split.name == "quantwm:bf16"
+    assert parse_method("bf16:quantwm").values == CodecConfig("qvg4")
+    assert parse_method("kivi_recent:bf16").policy == CachePolicy(recent_keep=1)
+    for wrong in ("", "qgv", "qvg:", ":qvg", "qvg:qgv", "a:b:c"):
+        with pytest.raises(ConfigError, match="known are bf16, kivi, kivi_recent, qvg"):
+            parse_method(wrong)
+
+
+def test_dictionaries_survive_json() -> None:
+    for name in PRESETS:
+        config = preset(name, seed=7, span_chunks=2) if "qv" in name else preset(name)
+        assert CacheConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+        assert CodecConfig.from_dict(json.loads(json.dumps(config.keys.to_dict()))) == config.keys
+
+
+def test_foreign_dictionaries_are_refused() -> None:
+    good = CodecConfig().to_dict()
+    for bad in ({**good, "version": 2}, {**good, "rotation": 1}, {"method": "qvg"}, [], None):
+        with pytest.raises(ConfigError):
+            CodecConfig.from_dict(bad)  # type: ignore[arg-type]
+    whole = preset("qvg").to_dict()
+    del whole["values"]
+    with pytest.raises(ConfigError, match="values"):
+        CacheConfig.from_dict(whole)
+    with pytest.raises(ConfigError):
+        CachePolicy.from_dict({"version": 1, "window": 3})
+
+
+@pytest.mark.parametrize("shape", [(1, 1, -1, 64), (1, 1, 8, 0), (1, 1.0, 8, 64)], ids=str)
+def test_sizes_of_impossible_shapes(shape: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ShapeError):
+        CodecConfig().payload_nbytes(*shape)
