@@ -1,0 +1,336 @@
+"""The key/value cache of one layer: open chunk, committed segments, window, query statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from steadykv.cache.checks import (
+    Geometry,
+    check_finite,
+    check_position,
+    copy_finite,
+    count_nonfinite,
+)
+from steadykv.cache.isolation import isolated
+from steadykv.cache.ledger import LayerLedger, MemoryMeter
+from steadykv.cache.packing import pack_span
+from steadykv.cache.policy import Piece, SpanPolicy, TokenRange
+from steadykv.cache.query_stats import QueryStats
+from steadykv.cache.segments import Segment, TensorStore, nbytes_of
+from steadykv.cache.status import LayerStatus, layer_ledger, layer_status
+from steadykv.cache.workspace import decode_workspace_nbytes
+from steadykv.codecs import SpanKey
+from steadykv.config import CacheConfig, CodecConfig
+from steadykv.errors import ConfigError, ShapeError
+from steadykv.ops.precision import full_precision
+
+__all__ = ["LayerCache"]
+
+
+class LayerCache:
+    """Keys and values of one layer, of one guidance branch.
+
+    num_heads: key/value heads H. head_dim: D. frame_tokens: tokens of one frame.
+    layer: number of this layer; it seeds the codecs. layout: "BSHD" or "BHSD", of every tensor that
+    comes in or goes out. dtype: of the dense tokens. debug: raise on non-finite input (syncs).
+    meter: shared by the layers of one cache.
+
+    Positions are absolute token ids, starting at 0. The batch size is fixed by the first write.
+    Writing, observing and reading never sync the host. What comes in is copied, and what goes out
+    is never touched again.
+
+    batch: B, or None before the first write. encoded_tokens: tokens encoded since the last reset.
+    nonfinite_count: int64 [] on the device: NaN and Inf replaced by 0 since the last reset.
+    dropped_dense_tokens: tokens that left the window while they waited for their span.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_dim: int,
+        frame_tokens: int,
+        config: CacheConfig,
+        *,
+        layer: int = 0,
+        layout: str = "BSHD",
+        dtype: torch.dtype = torch.bfloat16,
+        device: torch.device | str = "cpu",
+        debug: bool = False,
+        meter: MemoryMeter | None = None,
+    ) -> None:
+        # An empty tensor knows its device in full: "cuda" becomes "cuda:0".
+        place = torch.empty(0, device=device).device
+        self.geometry = Geometry(num_heads, head_dim, frame_tokens, layout, dtype, place)
+        self.config = config
+        self.policy = SpanPolicy(config.policy, frame_tokens)
+        self.layer = layer
+        self.debug = debug
+        self.meter = MemoryMeter() if meter is None else meter
+        self.keys = TensorStore("key", self.geometry.token_dim)
+        self.values = TensorStore("value", self.geometry.token_dim)
+        self.stats: QueryStats | None = None
+        if config.keys.needs_queries:
+            self.stats = QueryStats(num_heads, config.keys.first_span == "own")
+        self._held_nbytes = 0
+        self._forget()
+        self._account()
+
+    def _forget(self) -> None:
+        self.keys.clear()
+        self.values.clear()
+        if self.stats is not None:
+            self.stats.reset()
+        self.batch: int | None = None
+        self.encoded_tokens = 0
+        self.dropped_dense_tokens = 0
+        self.nonfinite_count = torch.zeros((), dtype=torch.int64, device=self.geometry.device)
+        self._open: TokenRange | None = None
+        self._end = 0  # of the newest committed chunk
+        self._chunks = 0  # committed
+        self._last_piece: Piece | None = None
+        self._waiting: list[Piece] = []
+        self._window_start = 0
+
+    # --- what a host calls ------------------------------------------------------------------
+
+    @isolated
+    def write(self, k: Tensor, v: Tensor, start: int) -> None:
+        """Store the chunk [start, start + S): k, v [B, S, H, D] (or [B, H, S, D]).
+
+        start: that of the open chunk overwrites it, also with another length; its end commits it
+        and opens the next one. NaN and Inf are stored as 0 and counted.
+        Allocates K and V of a new chunk, and for a moment one byte per element of K.
+        Raises PositionError for any other start, ShapeError, ConfigError for a policy that turns
+        out to pack nothing, and NonFiniteError in debug mode; then nothing of it was stored.
+        """
+        self.geometry.check("k", k, self.batch)
+        self.geometry.check("v", v, self.batch)
+        if k.shape != v.shape:
+            raise ShapeError(f"k is {tuple(k.shape)}, v is {tuple(v.shape)}: expected equal shapes")
+        start = check_position(start, self.layer, self._open, self._end)
+        if self.debug:
+            check_finite(self.layer, k=k, v=v)
+        if self._open is not None and start == self._open[1]:
+            self.commit()
+        end = start + k.shape[self.geometry.token_dim]
+        self._slide(end)
+        self.batch, self._open = k.shape[0], (start, end)
+        for store, tensor in ((self.keys, k), (self.values, v)):
+            self._fill(store, tensor, start, end)
+        if self.stats is not None:
+            self.stats.begin_pass()
+        self._account(transient=k.numel())
+
+    @isolated
+    def commit(self) -> None:
+        """Make the open chunk history and pack every span that is complete; idempotent.
+
+        Allocates, for one tensor at a time, the joined source of a span of several chunks, the
+        codec's workspace and the payload. Dense tokens are released as soon as they are packed.
+        """
+        if self._open is None:
+            return
+        start, end = self._open
+        pieces = self.policy.place(start, end, self._chunks, self._last_piece)
+        for store, codec in self._sides():
+            self._append_pieces(store, codec, store.take_last(), pieces)
+        if not all(codec.is_dense for _, codec in self._sides()):
+            self._waiting += [piece for piece in pieces if not piece.kept_dense]
+        self._open, self._end, self._last_piece = None, end, pieces[-1]
+        self._chunks += 1
+        # A chunk that is cut at a border is copied, one tensor at a time.
+        self._account(0 if len(pieces) == 1 else self._dense_nbytes(end - start))
+        if self.stats is not None:
+            self.stats.end_chunk(pieces[-1].group)
+        self._settle_queries()
+        for group in self.policy.ready(self._waiting, self._chunks - 1):
+            self._pack(group)
+            self._settle_queries()
+
+    @isolated
+    def observe_queries(self, q: Tensor) -> None:
+        """Add the queries of a pass to the statistics: q [B, S, n·H, D] (or [B, n·H, S, D]).
+
+        The n query heads of a KV head are pooled. Queries are expected in the frame of the cached
+        keys: after RoPE if those are. To be called after `write`; without an open chunk they count
+        for the next one. Where the key codec uses no queries they are only checked.
+        Allocates what `QueryStats.observe` says. Raises ShapeError; NonFiniteError in debug mode.
+        """
+        self.geometry.check("q", q, self.batch, queries=True)
+        if self.debug:
+            check_finite(self.layer, q=q)
+        if self.stats is None:
+            return
+        count_nonfinite(q, self.nonfinite_count)
+        heads_first = self.keys.heads_first(q)
+        self.stats.observe(heads_first, self._current_group())
+        self._account(self.stats.workspace_nbytes(heads_first))
+
+    def read(self, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Attended keys and values, dense, in the cache's dtype and layout, ordered as `spans()`.
+
+        Every token is written once: dense segments are copied and packed ones decoded into fresh
+        memory [B, T, H, D] (or [B, H, T, D]), or into `out` = (k, v), whose token dimension may be
+        longer than T; then views of its front are returned.
+        Raises ShapeError if `out` does not fit. Before any write T is 0 (and B is 1).
+        """
+        ranges = self.spans()
+        tokens = sum(end - start for start, end in ranges)
+        batch = self.batch or 1
+        transient = decode_workspace_nbytes((*self.keys.segments, *self.values.segments))
+        if out is None:
+            out = self.geometry.empty(batch, tokens), self.geometry.empty(batch, tokens)
+            transient += 2 * self._dense_nbytes(tokens)
+        else:
+            self.geometry.check_out("out[0]", out[0], batch, tokens)
+            self.geometry.check_out("out[1]", out[1], batch, tokens)
+        k, v = (tensor.narrow(self.geometry.token_dim, 0, tokens) for tensor in out)
+        with full_precision(self.geometry.device):
+            self.keys.read_into(k, ranges)
+            self.values.read_into(v, ranges)
+        self.meter.transient(transient)
+        return k, v
+
+    def spans(self) -> list[TokenRange]:
+        """Token ranges that `read()` returns, in its order: the sink, then the window."""
+        end = self._end if self._open is None else self._open[1]
+        return list(self.policy.attended(end, self._window_start))
+
+    def status(self) -> LayerStatus:
+        """Packed and dense tokens, and why the dense ones are dense."""
+        return layer_status(self)
+
+    def ledger(self) -> LayerLedger:
+        """Bytes by part, and what bits per element and compression are made of."""
+        return layer_ledger(self)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of everything this layer keeps between two calls."""
+        stats = 0 if self.stats is None else self.stats.nbytes
+        return self.keys.nbytes + self.values.nbytes + stats + nbytes_of(self.nonfinite_count)
+
+    @isolated
+    def reset(self) -> None:
+        """Forget all tokens, statistics and counters, as if newly built; the peak is kept."""
+        self._forget()
+        self._account()
+
+    def waiting_reason(self, token: int) -> str:
+        """Why a committed token still waits to be packed."""
+        piece = next(piece for piece in self._waiting if piece.start <= token < piece.end)
+        group = [other for other in self._waiting if other.group == piece.group]
+        return self.policy.reason(piece, group, self._chunks - 1)
+
+    # --- steps ------------------------------------------------------------------------------
+
+    def _sides(self) -> Iterator[tuple[TensorStore, CodecConfig]]:
+        yield self.keys, self.config.keys
+        yield self.values, self.config.values
+
+    def _fill(self, store: TensorStore, tensor: Tensor, start: int, end: int) -> None:
+        """Copy one tensor into the open segment; its memory is reused where the length is equal."""
+        segment = store.open_segment()
+        if segment is not None and segment.end != end:
+            store.take_last()
+            segment = None
+        if segment is None:
+            memory = self.geometry.empty(tensor.shape[0], end - start)
+            segment = Segment(start, end, memory, role="open")
+            store.append(segment)
+        copy_finite(tensor, segment.tensor, self.nonfinite_count)
+
+    def _append_pieces(
+        self, store: TensorStore, codec: CodecConfig, chunk: Segment, pieces: Sequence[Piece]
+    ) -> None:
+        """Append the committed chunk, cut into its pieces."""
+        for piece in pieces:
+            rows = chunk.tensor
+            if len(pieces) > 1:
+                # A view would keep the whole chunk alive.
+                rows = rows.narrow(store.token_dim, piece.start - chunk.start, piece.tokens)
+                rows = rows.clone(memory_format=torch.contiguous_format)
+            reason = ""
+            if codec.is_dense:
+                reason = f"{store.name}s: method {codec.method}"
+            elif piece.kept_dense:
+                reason = self.policy.reason(piece, (piece,), self._chunks)
+            role = "dense" if reason else "waiting"
+            store.append(Segment(piece.start, piece.end, rows, role, reason))
+
+    def _pack(self, group: tuple[Piece, ...]) -> None:
+        """Encode a complete group, keys first: their dense tokens are gone before the values."""
+        start, end, span = group[0].start, group[-1].end, group[0].group
+        moment = None if self.stats is None else self.stats.for_encoding(span)
+        was_encoded = False
+        for store, codec in self._sides():
+            if codec.is_dense:
+                continue
+            was_encoded |= pack_span(
+                store,
+                codec,
+                start,
+                end,
+                span_key=SpanKey(self.layer, store.name, span),
+                stats=moment if store is self.keys else None,
+                meter=self.meter,
+            )
+            self._account()
+        self._waiting = [piece for piece in self._waiting if piece not in group]
+        self.encoded_tokens += (end - start) * was_encoded
+
+    def _slide(self, end: int) -> None:
+        """Release what leaves the window when the newest chunk ends at `end`.
+
+        The window never moves back: a shorter rewrite of the open chunk must not ask for tokens
+        that are gone.
+        """
+        first = max(self._window_start, self.policy.window_start(end))
+        if first == self._window_start:
+            return
+        lost = [p for p in self._waiting if self.policy.has_left(p.start, p.end, first)]
+        kept = [piece for piece in self._waiting if piece not in lost]
+        if not self.encoded_tokens and self.policy.loses_a_span(lost, kept):
+            policy = self.config.policy
+            raise ConfigError(
+                f"recent_keep={policy.recent_keep} with span_chunks={policy.span_chunks} fills the "
+                f"window of {policy.window_frames} frames: chunks leave it before they are packed; "
+                "lower recent_keep or widen window_frames"
+            )
+        self._waiting = kept
+        self.dropped_dense_tokens += sum(piece.tokens for piece in lost)
+        self._window_start = first
+        for store, _ in self._sides():
+            store.drop_where(
+                lambda s: s.role != "open" and self.policy.has_left(s.start, s.end, first)
+            )
+        self._account()
+        self._settle_queries()
+
+    def _current_group(self) -> int:
+        """Group of the open chunk's last piece, or of the next chunk's first one."""
+        start, end = self._open or (self._end, self._end + 1)
+        return self.policy.place(start, end, self._chunks, self._last_piece)[-1].group
+
+    def _settle_queries(self) -> None:
+        """Fold into M the queries of every group that nothing waits for any more."""
+        if self.stats is None:
+            return
+        needed = {piece.group for piece in self._waiting} | {self._current_group()}
+        for group in self.stats.pending_groups:
+            if group not in needed:
+                self.stats.settle(group)
+                self._account(self.stats.fold_nbytes)
+
+    def _dense_nbytes(self, tokens: int) -> int:
+        return self.geometry.nbytes(self.batch or 1, tokens)
+
+    def _account(self, transient: int = 0) -> None:
+        """Tell the meter what is held now, and what a step allocated beside it."""
+        held = self.nbytes
+        self.meter.hold(held - self._held_nbytes)
+        self._held_nbytes = held
+        self.meter.transient(transient)

@@ -1,0 +1,216 @@
+"""One tensor (keys or values) of one layer: segments in token order, each dense or packed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from steadykv.cache.policy import TokenRange
+from steadykv.codecs import Payload
+
+__all__ = ["Segment", "TensorStore", "nbytes_of", "part_of"]
+
+# Payload tensor -> the part of the ledger it is counted in; an unlisted name is its own part.
+_PARTS = {
+    "scale": "scales",
+    "minimum": "scales",
+    "scale_codes": "scales",
+    "scale_base": "scales",
+    "zeros": "scales",
+    "coef_codes": "coefficients",
+    "coef_scales": "coefficients",
+    "row_index": "coefficients",
+    "row_offsets": "coefficients",
+}
+
+
+def part_of(name: str) -> str:
+    """The ledger part that the payload tensor `name` belongs to."""
+    return _PARTS.get(name, name)
+
+
+def nbytes_of(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements."""
+    return tensor.numel() * tensor.element_size()
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens [start, end) in one storage form.
+
+    data: a dense tensor in the store's layout that owns its memory, or a `Payload`.
+    role: ledger part of a dense segment: "open", "waiting" (to be packed) or "dense" (for good).
+    reason: why a "dense" segment is not packed.
+    """
+
+    start: int
+    end: int
+    data: Tensor | Payload
+    role: str = "waiting"
+    reason: str = ""
+    parts: dict[str, int] = field(init=False, compare=False)
+    nbytes: int = field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        parts: dict[str, int] = {}
+        if isinstance(self.data, Payload):
+            for name, nbytes in self.data.nbytes_by_part().items():
+                parts[part_of(name)] = parts.get(part_of(name), 0) + nbytes
+            # Flags that say the same may share memory.
+            flags = {t.untyped_storage().data_ptr(): t for t in self.data.flags.values()}
+            parts["counters"] = sum(map(nbytes_of, flags.values()))
+        else:
+            parts[self.role] = nbytes_of(self.data)
+        # Sizes are read once: neither a ledger nor a peak walks the tensors again.
+        object.__setattr__(self, "parts", parts)
+        object.__setattr__(self, "nbytes", sum(parts.values()))
+
+    @property
+    def tokens(self) -> int:
+        return self.end - self.start
+
+    @property
+    def payload(self) -> Payload | None:
+        return self.data if isinstance(self.data, Payload) else None
+
+    @property
+    def tensor(self) -> Tensor:
+        """The tensor of a dense segment."""
+        assert isinstance(self.data, Tensor)
+        return self.data
+
+
+class TensorStore:
+    """Segments of one tensor. `token_dim` is 1 for the layout BSHD and 2 for BHSD.
+
+    Dense segments keep the host's layout, so that a read copies rows and never permutes.
+    """
+
+    def __init__(self, name: str, token_dim: int) -> None:
+        self.name = name
+        self.token_dim = token_dim
+        self.clear()
+
+    def clear(self) -> None:
+        """Release everything."""
+        self.segments: list[Segment] = []
+        self._warm: Tensor | None = None
+        self._warm_tokens = 0
+
+    def heads_first(self, tensor: Tensor) -> Tensor:
+        """A [B, H, S, D] view of a tensor in the store's layout."""
+        return tensor if self.token_dim == 2 else tensor.transpose(1, 2)
+
+    # --- changing -----------------------------------------------------------------------------
+
+    def open_segment(self) -> Segment | None:
+        """The open chunk, which is always the last segment."""
+        last = self.segments[-1] if self.segments else None
+        return last if last is not None and last.role == "open" else None
+
+    def append(self, segment: Segment) -> None:
+        """Take over a segment that follows the others; a dense one must own its memory."""
+        self.segments.append(segment)
+
+    def take_last(self) -> Segment:
+        """Remove the newest segment and hand it over."""
+        return self.segments.pop()
+
+    def within(self, start: int, end: int) -> list[Segment]:
+        """Segments that lie in [start, end)."""
+        return [s for s in self.segments if start <= s.start and s.end <= end]
+
+    def shape_of(self, segments: list[Segment]) -> tuple[int, int, int, int]:
+        """(B, H, S, D) of dense neighbours taken together."""
+        batch, heads, _, head_dim = self.heads_first(segments[0].tensor).shape
+        return batch, heads, sum(segment.tokens for segment in segments), head_dim
+
+    def replace(self, old: list[Segment], new: Segment) -> None:
+        """Put one segment in the place of neighbours that hold the same tokens."""
+        first = next(i for i, segment in enumerate(self.segments) if segment is old[0])
+        self.segments[first : first + len(old)] = [new]
+
+    def join(self, start: int, end: int) -> Segment:
+        """Make the dense segments within [start, end) one.
+
+        Allocates the joined tensor when there are several, and releases those.
+        """
+        old = self.within(start, end)
+        if len(old) == 1:
+            return old[0]
+        tensors = [segment.tensor for segment in old]
+        joined = Segment(old[0].start, old[-1].end, torch.cat(tensors, dim=self.token_dim))
+        self.replace(old, joined)
+        return joined
+
+    def drop_where(self, has_left: Callable[[Segment], bool]) -> None:
+        """Release segments."""
+        self.segments = [segment for segment in self.segments if not has_left(segment)]
+
+    # --- warm start ---------------------------------------------------------------------------
+
+    def remember_centroids(self, payload: Payload) -> None:
+        """Let the next span of equal length start from this payload's centroids (no copy)."""
+        self._warm, self._warm_tokens = payload.centroids, payload.shape[2]
+
+    def warm_centroids(self, tokens: int) -> Tensor | None:
+        """BF16 [B, H, T, C, D] of the previous span; None (cold) where the length differs."""
+        return self._warm if tokens == self._warm_tokens else None
+
+    # --- reading ------------------------------------------------------------------------------
+
+    def overlaps(self, ranges: Iterable[TokenRange]) -> Iterator[tuple[Segment, int, int]]:
+        """(segment, start, end) for every overlap of a segment with `ranges`, in read order."""
+        for start, end in ranges:
+            for segment in self.segments:
+                low, high = max(start, segment.start), min(end, segment.end)
+                if low < high:
+                    yield segment, low, high
+
+    def read_into(self, out: Tensor, ranges: Iterable[TokenRange]) -> int:
+        """Write the tokens of `ranges` into the front of `out` (store layout); returns how many.
+
+        Dense segments are copied and packed ones decoded straight into their place: one pass, no
+        intermediate tensor of the window.
+        """
+        cursor = 0
+        for segment, low, high in self.overlaps(ranges):
+            target = out.narrow(self.token_dim, cursor, high - low)
+            first, last = low - segment.start, high - segment.start
+            if isinstance(segment.data, Payload):
+                segment.data.decode(out=self.heads_first(target), start=first, end=last)
+            else:
+                target.copy_(segment.data.narrow(self.token_dim, first, last - first))
+            cursor += high - low
+        return cursor
+
+    # --- bytes --------------------------------------------------------------------------------
+
+    @property
+    def parts(self) -> dict[str, int]:
+        """Bytes by ledger part."""
+        parts: dict[str, int] = {}
+        for segment in self.segments:
+            for name, nbytes in segment.parts.items():
+                parts[name] = parts.get(name, 0) + nbytes
+        if orphaned := self._orphaned_nbytes:
+            parts["centroids"] = parts.get("centroids", 0) + orphaned
+        return parts
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all storages that this store keeps alive."""
+        return sum(segment.nbytes for segment in self.segments) + self._orphaned_nbytes
+
+    @property
+    def _orphaned_nbytes(self) -> int:
+        """Bytes of warm-start centroids whose span has left the window."""
+        if self._warm is None:
+            return 0
+        payloads = (segment.payload for segment in reversed(self.segments))
+        if any(p is not None and p.centroids is self._warm for p in payloads):
+            return 0
+        return nbytes_of(self._warm)

@@ -1,0 +1,74 @@
+"""Stated upper bounds of what encoding and decoding allocate besides their results.
+
+The ledger's peak is built from these, because asking an allocator would count the host's tensors
+too. Factors are in FP32 copies of the tokens that one pass handles. They are measured allocations
+plus a few percent (`tests/test_cache_memory.py` holds them to it, from both sides); memory inside
+LAPACK or cuBLAS is not seen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from steadykv.cache.segments import Segment
+from steadykv.codecs.base import WORKSPACE_BYTES
+from steadykv.config import CodecConfig
+from steadykv.reference.blocks import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES
+
+__all__ = ["decode_workspace_nbytes", "encode_workspace_nbytes"]
+
+# method -> (encode, decode); a method that is not listed takes the largest.
+_FACTORS = {"bf16": (3.0, 0.0), "kivi": (3.6, 1.7), "qvg": (3.8, 2.7), "qvg4": (3.8, 2.7)}
+_LARGEST = (4.6, 3.4)
+
+# While distances to centroids are computed block by block: FP32 copies of the tokens, blocks of
+# k-means (one number a token and centroid), blocks of a candidate search (one a channel as well),
+# and FP32 copies of the centroids.
+_CLUSTERING_COPIES = 2.6
+_KMEANS_BLOCKS = 2.1
+_SEARCH_BLOCKS = 1.2
+_CENTROID_COPIES = 5
+
+# FP32 moments alive while their eigenvectors are computed in FP64.
+_MOMENT_COPIES = 8
+
+
+def encode_workspace_nbytes(
+    codec: CodecConfig, shape: tuple[int, int, int, int], compensated: bool, device: torch.device
+) -> int:
+    """Bytes that encoding a [B, H, S, D] span takes besides source and payload."""
+    batch, heads, tokens, head_dim = shape
+    row = 4 * tokens * head_dim
+    rows = max(1, min(batch * heads, WORKSPACE_BYTES // max(1, row)))
+    centroids = min(codec.centroids, tokens)
+    largest = CPU_BLOCK_BYTES if device.type == "cpu" else GPU_BLOCK_BYTES
+    blocks = _KMEANS_BLOCKS * min(largest, 4 * tokens * centroids)
+    if codec.needs_queries:
+        blocks = max(blocks, _SEARCH_BLOCKS * min(largest, 4 * tokens * centroids * head_dim))
+    clustering = (
+        _CLUSTERING_COPIES * rows * row
+        + _CENTROID_COPIES * 4 * rows * centroids * head_dim
+        + blocks
+    )
+    copies = _FACTORS.get(codec.method, _LARGEST)[0] * rows * row
+    moments = _MOMENT_COPIES * 4 * rows * head_dim**2 if compensated else 0
+    # A method that is not listed may or may not cluster, so it is taken to do so.
+    clusters = codec.method not in ("bf16", "kivi")
+    # Several passes are joined at the end: the payload's parts and the whole live side by side.
+    parts = codec.payload_nbytes(*shape, compensated) if rows < batch * heads else 0
+    return int(max(copies, clustering if clusters else 0) + moments + parts)
+
+
+def decode_workspace_nbytes(segments: Iterable[Segment]) -> int:
+    """Bytes that decoding takes besides its result: that of the most demanding segment."""
+    return max((_decode(segment) for segment in segments), default=0)
+
+
+def _decode(segment: Segment) -> int:
+    if segment.payload is None:
+        return 0
+    batch, heads, tokens, head_dim = segment.payload.shape
+    block = min(WORKSPACE_BYTES, 4 * batch * heads * tokens * head_dim)
+    return int(_FACTORS.get(segment.payload.config.method, _LARGEST)[1] * block)
