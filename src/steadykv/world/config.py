@@ -1,0 +1,106 @@
+"""Geometry and sampling defaults of the embedded world model."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from steadykv.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class WorldConfig:
+    """Shape of the model and how it is sampled; stored beside the weights.
+
+    One latent frame is `frame_tokens` patches of `patch` x `patch` RGB pixels; `chunk_frames`
+    frames are denoised together; a query attends to at most `window_frames` frames, its own chunk
+    included, and to the first `sink_frames` frames for ever. `noise_levels` are the flow times at
+    which a chunk is evaluated (0 is pure noise, 1 is clean), one denoising pass each;
+    `commit_time` is the time of the frames in the pass that commits them.
+    """
+
+    num_layers: int = 8
+    num_heads: int = 3
+    head_dim: int = 128
+    width: int = 512
+    hidden_width: int = 1280
+    image_height: int = 96
+    image_width: int = 128
+    patch: int = 8
+    chunk_frames: int = 3
+    window_frames: int = 24
+    sink_frames: int = 0
+    num_actions: int = 16
+    rope_dims: tuple[int, int, int] = (44, 42, 42)
+    rope_theta: float = 10_000.0
+    pixel_mean: float = 0.18
+    pixel_deviation: float = 0.16
+    noise_levels: tuple[float, ...] = (0.0, 0.3, 0.6)
+    commit_time: float = 0.9
+
+    def __post_init__(self) -> None:
+        if self.image_height % self.patch or self.image_width % self.patch:
+            raise ConfigError(
+                f"patch: got {self.patch}, expected a divisor of {self.image_height} and "
+                f"{self.image_width}; choose another patch"
+            )
+        if sum(self.rope_dims) != self.head_dim or any(size % 2 for size in self.rope_dims):
+            raise ConfigError(
+                f"rope_dims: got {self.rope_dims}, expected three even sizes that add up to "
+                f"{self.head_dim}"
+            )
+        if self.window_frames % self.chunk_frames or self.sink_frames % self.chunk_frames:
+            raise ConfigError(
+                f"window_frames, sink_frames: got {self.window_frames}, {self.sink_frames}, "
+                f"expected multiples of the chunk of {self.chunk_frames} frames"
+            )
+        if (
+            not self.noise_levels
+            or self.noise_levels[0] != 0.0
+            or list(self.noise_levels) != sorted(set(self.noise_levels))
+            or self.noise_levels[-1] >= 1.0
+        ):
+            raise ConfigError(
+                f"noise_levels: got {self.noise_levels}, expected rising times that start at 0 and "
+                "stay below 1"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Patches from top to bottom."""
+        return self.image_height // self.patch
+
+    @property
+    def columns(self) -> int:
+        """Patches from left to right."""
+        return self.image_width // self.patch
+
+    @property
+    def frame_tokens(self) -> int:
+        """Tokens of one frame."""
+        return self.rows * self.columns
+
+    @property
+    def attention_width(self) -> int:
+        """Heads times head dimension."""
+        return self.num_heads * self.head_dim
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for the header of the weights file."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> WorldConfig:
+        """The inverse of `to_dict`; an unknown field raises ConfigError."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := set(values) - known:
+            raise ConfigError(
+                f"world configuration: got unknown {sorted(unknown)}, "
+                f"expected some of {sorted(known)}"
+            )
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+        }
+        return cls(**fields)

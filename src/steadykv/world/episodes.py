@@ -1,0 +1,92 @@
+"""Held-out beginnings of walks: three true frames and the buttons held afterwards."""
+
+from __future__ import annotations
+
+import io
+import json
+import zipfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+
+import numpy as np
+import torch
+from PIL import Image
+
+from steadykv.errors import ConfigError, PayloadError
+
+
+@dataclass(frozen=True)
+class Episodes:
+    """`frames` uint8 [B,C,H,W,3], `actions` uint8 [B,N] and `names` [B].
+
+    `actions[b,i]` is the bit mask of the buttons held before frame i.
+    """
+
+    frames: torch.Tensor
+    actions: torch.Tensor
+    names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def select(self, rows: Sequence[int]) -> Episodes:
+        """The given rows, in the given order; a row may come more than once."""
+        index = torch.as_tensor(list(rows), dtype=torch.long)
+        return Episodes(self.frames[index], self.actions[index], tuple(self.names[i] for i in rows))
+
+
+def save_episodes(path: Path, episodes: Episodes) -> int:
+    """Write a zip of one lossless PNG strip a row and one JSON list; returns the file's bytes."""
+    rows = []
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
+        for name, frames, actions in zip(
+            episodes.names, episodes.frames, episodes.actions, strict=True
+        ):
+            png = io.BytesIO()
+            Image.fromarray(frames.flatten(0, 1).numpy()).save(png, "PNG", optimize=True)
+            archive.writestr(f"{name}.png", png.getvalue())
+            rows.append({"name": name, "frames": len(frames), "actions": actions.tolist()})
+        archive.writestr("episodes.json", json.dumps(rows))
+    return path.stat().st_size
+
+
+def load_episodes(which: int | Sequence[int] = 64, path: str | Path | None = None) -> Episodes:
+    """The first `which` shipped held-out episodes, or those with the given numbers.
+
+    Raises ConfigError for numbers there are not, PayloadError for a file that is no archive of
+    episodes.
+    """
+    source = (
+        resources.files("steadykv.world") / "assets" / "episodes.zip"
+        if path is None
+        else Path(path)
+    )
+    try:
+        with source.open("rb") as file, zipfile.ZipFile(file) as archive:
+            rows = json.loads(archive.read("episodes.json"))
+            wanted = list(range(which)) if isinstance(which, int) else list(which)
+            if not wanted or min(wanted) < 0 or max(wanted) >= len(rows):
+                raise ConfigError(
+                    f"episodes: got {which}, expected numbers from 0 to {len(rows) - 1}"
+                )
+            frames = []
+            for i in wanted:
+                strip = np.asarray(
+                    Image.open(io.BytesIO(archive.read(f"{rows[i]['name']}.png"))).convert("RGB")
+                )
+                frames.append(
+                    torch.from_numpy(strip.reshape(rows[i]["frames"], -1, *strip.shape[1:]).copy())
+                )
+    except ConfigError:
+        raise
+    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+        raise PayloadError(
+            f"{source}: got no readable archive of episodes ({error}); expected episodes.zip"
+        ) from error
+    return Episodes(
+        torch.stack(frames),
+        torch.tensor([rows[i]["actions"] for i in wanted], dtype=torch.uint8),
+        tuple(rows[i]["name"] for i in wanted),
+    )

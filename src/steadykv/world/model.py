@@ -1,0 +1,149 @@
+"""An action-conditioned causal video diffusion transformer in pixel space.
+
+Built like the models whose caches this library packs: chunks of frames are denoised together while
+they attend to the keys and values of earlier chunks; queries and keys are RMS-normed and carry a
+3-axis rotary embedding; time and action enter by adaptive layer norm. It predicts the clean frame
+(x-prediction) of a rectified flow x_t = t * frame + (1 - t) * noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from steadykv.world.config import WorldConfig
+from steadykv.world.rope import apply_rope
+
+Table = tuple[torch.Tensor, torch.Tensor]
+# (layer, q, k, v, table) -> attention output [B,S,H,D]; each of q k v is [B,S,H,D], before the
+# rotary embedding.
+Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Table], torch.Tensor]
+
+
+class Block(nn.Module):
+    """One transformer layer; its modulation is the shared one plus a learned offset."""
+
+    def __init__(self, config: WorldConfig):
+        super().__init__()
+        self.config = config
+        self.query_key_value = nn.Linear(config.width, 3 * config.attention_width, bias=False)
+        self.output = nn.Linear(config.attention_width, config.width, bias=False)
+        self.query_norm = nn.RMSNorm(config.head_dim, eps=1e-6)
+        self.key_norm = nn.RMSNorm(config.head_dim, eps=1e-6)
+        self.expand = nn.Linear(config.width, config.hidden_width, bias=False)
+        self.contract = nn.Linear(config.hidden_width, config.width, bias=False)
+        self.modulation_offset = nn.Parameter(torch.zeros(6, config.width))
+
+    def forward(
+        self, x: torch.Tensor, modulation: torch.Tensor, layer: int, attend: Attend, table: Table
+    ) -> torch.Tensor:
+        """x [B,F,P,W] (frames, tokens a frame, width), modulation [B,F,6,W]; returns x's shape."""
+        batch, frames, tokens, width = x.shape
+        parts = (modulation + self.modulation_offset).unsqueeze(3).unbind(2)
+        shift_attention, scale_attention, gate_attention, shift_mlp, scale_mlp, gate_mlp = parts
+
+        h = F.layer_norm(x, (width,)) * (1 + scale_attention) + shift_attention
+        qkv = self.query_key_value(h).view(
+            batch, frames * tokens, 3, self.config.num_heads, self.config.head_dim
+        )
+        q, k, v = qkv.unbind(2)
+        h = attend(layer, self.query_norm(q).to(v.dtype), self.key_norm(k).to(v.dtype), v, table)
+        x = x + gate_attention * self.output(h.reshape(batch, frames, tokens, -1))
+
+        h = F.layer_norm(x, (width,)) * (1 + scale_mlp) + shift_mlp
+        return x + gate_mlp * self.contract(F.gelu(self.expand(h), approximate="tanh"))
+
+
+class WorldModel(nn.Module):
+    """Predicts clean frames from noisy ones, the buttons held, and what `attend` looks back at."""
+
+    def __init__(self, config: WorldConfig):
+        super().__init__()
+        self.config = config
+        width = config.width
+        self.embed = nn.Linear(3 * config.patch**2, width)
+        self.action = nn.Embedding(config.num_actions, width)
+        self.time_expand = nn.Linear(256, width)
+        self.time_contract = nn.Linear(width, width)
+        self.modulation = nn.Linear(width, 6 * width)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
+        self.final_modulation = nn.Parameter(torch.zeros(2, width))
+        self.head = nn.Linear(width, 3 * config.patch**2)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=module.in_features**-0.5)
+                if module.bias is not None:
+                    nn.init.zeros_(module.bias)
+        # Gates start closed and the head starts at zero: the model begins as the identity on its
+        # residual stream.
+        nn.init.zeros_(self.modulation.weight)
+        nn.init.zeros_(self.head.weight)
+
+    def forward(
+        self,
+        frames: torch.Tensor,
+        times: torch.Tensor,
+        actions: torch.Tensor,
+        attend: Attend,
+        table: Table,
+    ) -> torch.Tensor:
+        """Clean frames, in the shape of `frames`.
+
+        frames [B,F,H,W,3] normalised, times [B,F] in [0,1], actions int64 [B,F].
+        """
+        config = self.config
+        batch, count = frames.shape[:2]
+        x = self.embed(self.patchify(frames).to(self.embed.weight.dtype))
+        condition = self.time_contract(F.silu(self.time_expand(time_features(times).to(x.dtype))))
+        condition = condition + self.action(actions)
+        x = x + condition.unsqueeze(2)
+        modulation = self.modulation(F.silu(condition)).view(batch, count, 6, config.width)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, modulation, layer, attend, table)
+        shift, scale = self.final_modulation
+        x = self.head(F.layer_norm(x, (config.width,)) * (1 + scale) + shift)
+        return self.unpatchify(x.float())
+
+    def patchify(self, frames: torch.Tensor) -> torch.Tensor:
+        """[B,F,H,W,3] -> [B,F,P,3*patch*patch], patches in row-major order."""
+        config, size = self.config, self.config.patch
+        batch, count = frames.shape[:2]
+        x = frames.view(batch, count, config.rows, size, config.columns, size, 3)
+        return x.permute(0, 1, 2, 4, 3, 5, 6).reshape(batch, count, config.frame_tokens, -1)
+
+    def unpatchify(self, x: torch.Tensor) -> torch.Tensor:
+        """The inverse of `patchify`."""
+        config, size = self.config, self.config.patch
+        batch, count = x.shape[:2]
+        x = x.view(batch, count, config.rows, config.columns, size, size, 3).permute(
+            0, 1, 2, 4, 3, 5, 6
+        )
+        return x.reshape(batch, count, config.image_height, config.image_width, 3)
+
+    def normalise(self, frames: torch.Tensor) -> torch.Tensor:
+        """uint8 [...,3] -> FP32 with about zero mean and unit deviation."""
+        return (frames.float() / 255 - self.config.pixel_mean) / self.config.pixel_deviation
+
+    def to_pixels(self, frames: torch.Tensor) -> torch.Tensor:
+        """The inverse of `normalise`, clamped and rounded to uint8."""
+        pixels = (frames * self.config.pixel_deviation + self.config.pixel_mean) * 255
+        return pixels.clamp(0, 255).round().to(torch.uint8)
+
+
+def time_features(times: torch.Tensor) -> torch.Tensor:
+    """Sinusoids of flow time [B,F] -> FP32 [B,F,256]."""
+    steps = torch.arange(128, device=times.device).float()
+    frequencies = torch.exp(-steps / 128 * 9.21)  # 1 to 1e-4
+    angles = times.float().unsqueeze(-1) * 1000 * frequencies
+    return torch.cat((angles.cos(), angles.sin()), dim=-1)
+
+
+def rotate(q: torch.Tensor, k: torch.Tensor, table: Table) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both of q and k [B,S,H,D] with the rotary embedding of `table`."""
+    return apply_rope(q, table), apply_rope(k, table)

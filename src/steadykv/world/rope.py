@@ -1,0 +1,42 @@
+"""Rotary position embedding over (frame, row, column).
+
+Each axis has its own share of the head dimension.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from steadykv.world.config import WorldConfig
+
+
+def rope_table(
+    config: WorldConfig, first_frame: int, frames: int, device: torch.device | str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines for the tokens of `frames` frames from absolute frame `first_frame` on.
+
+    Returns two FP32 tensors [S, D/2] with S = frames * frame_tokens. Angles are formed in FP64, so
+    that a position of many thousand frames is as exact as the first one.
+    """
+    axes = (
+        torch.arange(first_frame, first_frame + frames, device=device, dtype=torch.float64),
+        torch.arange(config.rows, device=device, dtype=torch.float64),
+        torch.arange(config.columns, device=device, dtype=torch.float64),
+    )
+    angles = []
+    for axis, (positions, size) in enumerate(zip(axes, config.rope_dims, strict=True)):
+        exponents = torch.arange(0, size, 2, device=device, dtype=torch.float64) / size
+        angle = positions[:, None] * config.rope_theta**-exponents
+        shape = [1, 1, 1, size // 2]
+        shape[axis] = len(positions)
+        angles.append(angle.view(shape).expand(frames, config.rows, config.columns, size // 2))
+    table = torch.cat(angles, dim=-1).reshape(frames * config.frame_tokens, config.head_dim // 2)
+    return table.cos().float(), table.sin().float()
+
+
+def apply_rope(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """Rotate pairs (2i, 2i+1) of x [B,S,H,D] in FP32; returns the dtype of x."""
+    cosine, sine = (part[None, :, None, :] for part in table)
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    rotated = torch.stack((even * cosine - odd * sine, even * sine + odd * cosine), dim=-1)
+    return rotated.flatten(-2).to(x.dtype)

@@ -1,0 +1,196 @@
+"""Rollouts: chunk after chunk.
+
+Several denoising passes overwrite the open chunk, then one more commits it.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+
+from steadykv.errors import ConfigError, ShapeError
+from steadykv.world.config import WorldConfig
+from steadykv.world.episodes import Episodes
+from steadykv.world.model import Table, WorldModel
+from steadykv.world.rope import apply_rope, rope_table
+
+AttentionBackend = Literal["sdpa", "math"]
+KeyRope = Literal["post", "pre"]
+
+
+class LayerLike(Protocol):
+    """What the model needs of one layer's cache; tensors are [B,S,H,D]."""
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, start: int) -> None: ...
+    def observe_queries(self, q: torch.Tensor) -> None: ...
+    def read(self) -> tuple[torch.Tensor, torch.Tensor]: ...
+    def spans(self) -> list[tuple[int, int]]: ...
+
+
+class CacheLike(Protocol):
+    """What the model needs of a cache: one object a layer, and the end of a chunk."""
+
+    def __getitem__(self, layer: int) -> Any: ...
+    def commit(self) -> None: ...
+
+
+class CachedAttention:
+    """Attention of one open chunk over a cache.
+
+    Writes its keys and values, shows its queries, reads the window. `key_rope="post"` stores
+    rotated keys, as most hosts do; "pre" stores them unrotated and rotates what is read.
+    """
+
+    def __init__(
+        self,
+        config: WorldConfig,
+        cache: CacheLike,
+        attention: AttentionBackend,
+        key_rope: KeyRope,
+        cache_dtype: torch.dtype = torch.bfloat16,
+    ):
+        if attention not in ("sdpa", "math"):
+            raise ConfigError(
+                f"attention: got {attention!r}, expected 'sdpa' or 'math'; choose one of them"
+            )
+        if key_rope not in ("post", "pre"):
+            raise ConfigError(
+                f"key_rope: got {key_rope!r}, expected 'post' or 'pre'; choose one of them"
+            )
+        self.config, self.cache, self.attention, self.key_rope = config, cache, attention, key_rope
+        self.cache_dtype = cache_dtype
+        self.start = 0  # first token of the open chunk
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: Table
+    ) -> torch.Tensor:
+        memory = self.cache[layer]
+        rotated = apply_rope(q, table)
+        if self.key_rope == "post":
+            memory.write(
+                apply_rope(k, table).to(self.cache_dtype), v.to(self.cache_dtype), self.start
+            )
+            memory.observe_queries(rotated)
+            keys, values = memory.read()
+        else:
+            memory.write(k.to(self.cache_dtype), v.to(self.cache_dtype), self.start)
+            memory.observe_queries(q)
+            keys, values = memory.read()
+            keys = apply_rope(keys, self._table_of(memory.spans(), keys.device))
+        q, keys, values = (x.to(v.dtype).transpose(1, 2) for x in (rotated, keys, values))
+        if self.attention == "sdpa":
+            out = F.scaled_dot_product_attention(q, keys, values)
+        else:
+            logits = q.float() @ keys.float().transpose(-1, -2) * self.config.head_dim**-0.5
+            out = (logits.softmax(-1) @ values.float()).to(v.dtype)
+        return out.transpose(1, 2)
+
+    def _table_of(self, spans: list[tuple[int, int]], device: torch.device) -> Table:
+        tokens = self.config.frame_tokens
+        parts = []
+        for start, end in spans:
+            first, last = start // tokens, -(-end // tokens)
+            cosine, sine = rope_table(self.config, first, last - first, device)
+            parts.append(
+                (
+                    cosine[start - first * tokens : end - first * tokens],
+                    sine[start - first * tokens : end - first * tokens],
+                )
+            )
+        return torch.cat([c for c, _ in parts]), torch.cat([s for _, s in parts])
+
+
+def row_noise(
+    seeds: Sequence[int], names: Sequence[str], chunk: int, use: str, shape: Sequence[int]
+) -> torch.Tensor:
+    """Gaussian noise FP32 [B,*shape] on the CPU.
+
+    A row depends on its own seed, episode, chunk and use alone.
+    """
+    rows = []
+    for seed, name in zip(seeds, names, strict=True):
+        generator = torch.Generator().manual_seed(
+            zlib.crc32(f"{seed}/{name}/{chunk}/{use}".encode())
+        )
+        rows.append(torch.randn(*shape, generator=generator))
+    return torch.stack(rows)
+
+
+@torch.no_grad()
+def rollout(
+    world: WorldModel,
+    episodes: Episodes,
+    cache: CacheLike,
+    frames: int = 48,
+    seeds: Sequence[int] | int = 0,
+    on_chunk: Callable[[int, int], None] | None = None,
+    attention: AttentionBackend = "sdpa",
+    key_rope: KeyRope = "post",
+    cache_dtype: torch.dtype = torch.bfloat16,
+) -> torch.Tensor:
+    """Generate `frames` frames after the episodes' true first ones, under the episodes' actions.
+
+    `cache` is empty and laid out "BSHD"; `seeds` holds one seed a row. Returns uint8
+    [B, C + frames, H, W, 3] on the CPU, the C = chunk_frames true frames first. Keys and values
+    are handed over in `cache_dtype`. `on_chunk(done, total)` is called after each committed chunk.
+    Raises ShapeError when the actions are too few, ConfigError for a length that is no whole
+    number of chunks.
+    """
+    config = world.config
+    device, dtype = world.embed.weight.device, world.embed.weight.dtype
+    size, batch = config.chunk_frames, len(episodes)
+    if frames < size or frames % size:
+        raise ConfigError(
+            f"frames: got {frames}, expected a positive multiple of {size}; "
+            f"try {-(-frames // size) * size}"
+        )
+    if episodes.actions.shape[1] < size + frames:
+        raise ShapeError(
+            f"actions: got {episodes.actions.shape[1]} a row, expected {size + frames}; "
+            "ask for fewer frames"
+        )
+    row_seeds = [seeds] * batch if isinstance(seeds, int) else list(seeds)
+    if len(row_seeds) != batch:
+        raise ShapeError(
+            f"seeds: got {len(row_seeds)}, expected one for each of {batch} rows; "
+            "repeat or cut them"
+        )
+
+    attend = CachedAttention(config, cache, attention, key_rope, cache_dtype)
+    shape = (size, config.image_height, config.image_width, 3)
+    actions = episodes.actions.to(device, torch.int64)
+    total = frames // size
+    video = torch.empty(batch, size + frames, *shape[1:], dtype=torch.uint8)
+    video[:, :size] = episodes.frames
+
+    def evaluate(x: torch.Tensor, time: float, chunk: int) -> torch.Tensor:
+        span = slice(chunk * size, (chunk + 1) * size)
+        times = torch.full((batch, size), time, device=device)
+        return world(x.to(dtype), times, actions[:, span], attend, table).float()
+
+    clean = world.normalise(episodes.frames.to(device))
+    for chunk in range(total + 1):
+        attend.start = chunk * size * config.frame_tokens
+        table = rope_table(config, chunk * size, size, device)
+        if chunk:
+            x = row_noise(row_seeds, episodes.names, chunk, "start", shape).to(device)
+            for time, following in zip(
+                config.noise_levels, (*config.noise_levels[1:], 1.0), strict=True
+            ):
+                clean = evaluate(x, time, chunk)
+                x = x + (following - time) / (1 - time) * (clean - x)
+            pixels = world.to_pixels(clean)
+            video[:, chunk * size : (chunk + 1) * size] = pixels.cpu()
+            clean = world.normalise(pixels)  # history holds what a viewer sees
+        noise = row_noise(row_seeds, episodes.names, chunk, "commit", shape).to(device)
+        evaluate(
+            config.commit_time * clean + (1 - config.commit_time) * noise, config.commit_time, chunk
+        )
+        cache.commit()
+        if chunk and on_chunk is not None:
+            on_chunk(chunk, total)
+    return video

@@ -1,0 +1,110 @@
+"""Read and write the model as safetensors.
+
+Matrices are stored in 8-bit rows with one FP16 scale a row, the rest in FP16.
+"""
+
+from __future__ import annotations
+
+import json
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from steadykv.errors import PayloadError
+from steadykv.world.config import WorldConfig
+from steadykv.world.model import WorldModel
+
+FORMAT = "steadykv-world"
+VERSION = 1
+
+
+def quantize_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Symmetric 8-bit rows: int8 [N,M] and FP16 scales [N] with row = scale * code."""
+    scale = (matrix.float().abs().amax(dim=1) / 127).clamp_min(2.0**-24).half()
+    codes = (matrix.float() / scale.float()[:, None]).round().clamp(-127, 127).to(torch.int8)
+    return codes, scale
+
+
+def save_world(
+    path: Path, config: WorldConfig, state: dict[str, torch.Tensor], notes: dict[str, Any]
+) -> int:
+    """Write `state` (parameters by name) with `config` and `notes` in the header.
+
+    Returns the file's bytes.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        if tensor.ndim == 2 and min(tensor.shape) > 16:
+            tensors[f"{name}.codes"], tensors[f"{name}.scale"] = quantize_rows(tensor.cpu())
+        else:
+            tensors[name] = tensor.detach().cpu().half().contiguous()
+    header = {
+        "format": FORMAT,
+        "version": str(VERSION),
+        "config": json.dumps(config.to_dict()),
+        "notes": json.dumps(notes),
+    }
+    temporary = path.with_name(path.name + ".part")
+    save_file(tensors, temporary, metadata=header)
+    temporary.rename(path)
+    return path.stat().st_size
+
+
+def read_world(path: Path) -> tuple[WorldConfig, dict[str, torch.Tensor], dict[str, Any]]:
+    """Configuration, FP32 parameters and notes of a file made by `save_world`.
+
+    Raises PayloadError for any other file.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:
+            header = file.metadata() or {}
+            names = file.keys()
+            tensors = {name: file.get_tensor(name) for name in names}
+    except (OSError, SafetensorError) as error:
+        raise PayloadError(
+            f"{path}: got no readable safetensors file ({error}); expected world weights"
+        ) from error
+    if header.get("format") != FORMAT or header.get("version") != str(VERSION):
+        raise PayloadError(
+            f"{path}: got format {header.get('format')!r} version {header.get('version')!r}, "
+            f"expected {FORMAT!r} version {VERSION}; make it with training/export.py"
+        )
+    state = {}
+    for name, tensor in tensors.items():
+        if name.endswith(".codes"):
+            stem = name.removesuffix(".codes")
+            state[stem] = tensor.float() * tensors[f"{stem}.scale"].float()[:, None]
+        elif not name.endswith(".scale"):
+            state[name] = tensor.float()
+    return WorldConfig.from_dict(json.loads(header["config"])), state, json.loads(header["notes"])
+
+
+def load_world(
+    path: str | Path | None = None,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+) -> WorldModel:
+    """The shipped model (or the one at `path`), in evaluation mode.
+
+    It lies on `device` and computes in `dtype`.
+    """
+    if path is None:
+        with resources.as_file(
+            resources.files("steadykv.world") / "assets" / "world.safetensors"
+        ) as shipped:
+            config, state, _ = read_world(shipped)
+    else:
+        config, state, _ = read_world(Path(path))
+    with torch.device("meta"):
+        world = WorldModel(config)
+    missing = world.load_state_dict(state, strict=False, assign=True)
+    if missing.missing_keys or missing.unexpected_keys:
+        raise PayloadError(
+            f"world weights: got missing {missing.missing_keys} and unexpected "
+            f"{missing.unexpected_keys}, expected exactly the model's parameters; export them again"
+        )
+    return world.to(device=device, dtype=dtype).eval().requires_grad_(False)

@@ -1,0 +1,173 @@
+"""The world model: what training computes and what a rollout computes are the same function."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from steadykv.errors import ConfigError, ShapeError
+from steadykv.world import Episodes, WorldConfig, WorldModel, rollout
+from steadykv.world.rope import apply_rope, rope_table
+from steadykv.world.sampler import CachedAttention, KeyRope, row_noise
+from tests.plain_cache import PlainCache
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+
+SMALL = WorldConfig(
+    num_layers=2, width=64, hidden_width=96, image_height=16, image_width=24, window_frames=9
+)
+
+
+def small_world(config: WorldConfig = SMALL) -> WorldModel:
+    """A model with random weights everywhere, its gates and head open."""
+    world = WorldModel(config)
+    generator = torch.Generator().manual_seed(3)
+    with torch.no_grad():
+        for parameter in world.parameters():
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    return world.eval()
+
+
+def small_episodes(rows: int = 2, actions: int = 30) -> Episodes:
+    generator = torch.Generator().manual_seed(5)
+    return Episodes(
+        torch.randint(0, 256, (rows, 3, 16, 24, 3), generator=generator, dtype=torch.uint8),
+        torch.randint(0, 16, (rows, actions), generator=generator, dtype=torch.uint8),
+        tuple(f"row-{i}" for i in range(rows)),
+    )
+
+
+@pytest.mark.parametrize("key_rope", ["post", "pre"])
+@torch.no_grad()
+def test_training_forward_equals_cached_passes(key_rope: KeyRope) -> None:
+    from losses import ForcedAttention, predict
+
+    world, config, frames = small_world(), SMALL, 15
+    generator = torch.Generator().manual_seed(1)
+    shape = (2, frames, config.image_height, config.image_width, 3)
+    history, noisy = (torch.randn(shape, generator=generator) for _ in range(2))
+    history_times, times = (torch.rand(2, frames, generator=generator) for _ in range(2))
+    actions = torch.randint(0, 16, (2, frames), generator=generator)
+    cosine, sine = rope_table(config, 0, frames, "cpu")
+    want = predict(
+        world,
+        history,
+        history_times,
+        noisy,
+        times,
+        actions,
+        ForcedAttention(config, frames, "cpu"),
+        (torch.cat((cosine, cosine)), torch.cat((sine, sine))),
+    )
+
+    cache = PlainCache(config.num_layers, config.window_frames * config.frame_tokens, torch.float32)
+    attend = CachedAttention(config, cache, "math", key_rope, torch.float32)
+    for chunk in range(frames // 3):
+        span = slice(3 * chunk, 3 * chunk + 3)
+        attend.start = 3 * chunk * config.frame_tokens
+        rope = rope_table(config, 3 * chunk, 3, "cpu")
+        got = world(noisy[:, span], times[:, span], actions[:, span], attend, rope)
+        world(history[:, span], history_times[:, span], actions[:, span], attend, rope)
+        cache.commit()
+        torch.testing.assert_close(got, want[:, span], rtol=1e-4, atol=1e-4)
+
+
+def test_keys_before_and_after_rope_give_the_same_video() -> None:
+    world, episodes = small_world(), small_episodes()
+    places: list[KeyRope] = ["post", "pre"]
+    videos = [
+        rollout(
+            world,
+            episodes,
+            PlainCache(2, SMALL.window_frames * SMALL.frame_tokens, torch.float32),
+            15,
+            key_rope=key_rope,
+            cache_dtype=torch.float32,
+        )
+        for key_rope in places
+    ]
+    assert (videos[0].int() - videos[1].int()).abs().max() <= 1
+    assert videos[0][:, 3:].float().std() > 1
+
+
+def test_rollout_depends_on_seed_and_row_but_not_on_the_batch() -> None:
+    world, episodes = small_world(), small_episodes(3)
+    window = SMALL.window_frames * SMALL.frame_tokens
+    before = torch.random.get_rng_state()
+    whole = rollout(world, episodes, PlainCache(2, window), 12, seeds=[7, 7, 8])
+    alone = rollout(world, episodes.select([1]), PlainCache(2, window), 12, seeds=7)
+    other = rollout(world, episodes.select([1]), PlainCache(2, window), 12, seeds=9)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert (whole[1].int() - alone[0].int()).abs().max() <= 1
+    assert (other[0, 3:].int() - alone[0, 3:].int()).abs().max() > 3
+    assert torch.equal(whole[:, :3], episodes.frames)
+
+
+def test_rollout_counts_its_chunks() -> None:
+    calls: list[tuple[int, int]] = []
+    rollout(
+        small_world(),
+        small_episodes(1),
+        PlainCache(2),
+        9,
+        on_chunk=lambda done, total: calls.append((done, total)),
+    )
+    assert calls == [(1, 3), (2, 3), (3, 3)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "word"),
+    [
+        ({"frames": 10}, ConfigError, "multiple of 3"),
+        ({"frames": 0}, ConfigError, "multiple of 3"),
+        ({"frames": 60}, ShapeError, "actions"),
+        ({"frames": 9, "seeds": [1]}, ShapeError, "seeds"),
+        ({"frames": 9, "attention": "flash"}, ConfigError, "attention"),
+        ({"frames": 9, "key_rope": "mid"}, ConfigError, "key_rope"),
+    ],
+)
+def test_bad_arguments_are_named(
+    arguments: dict[str, Any], error: type[Exception], word: str
+) -> None:
+    with pytest.raises(error, match=word):
+        rollout(small_world(), small_episodes(), PlainCache(2), **arguments)
+
+
+def test_rope_is_relative_and_exact_far_out() -> None:
+    generator = torch.Generator().manual_seed(2)
+    q, k = torch.randn(2, 1, SMALL.frame_tokens, 1, 128, generator=generator).unbind(0)
+
+    def logits(shift: int) -> torch.Tensor:
+        return torch.einsum(
+            "bshd,bthd->st",
+            apply_rope(q, rope_table(SMALL, shift, 1, "cpu")),
+            apply_rope(k, rope_table(SMALL, shift + 5, 1, "cpu")),
+        )
+
+    torch.testing.assert_close(logits(0), logits(100_000), rtol=1e-4, atol=1e-4)
+
+
+def test_noise_of_a_row_is_its_own() -> None:
+    both = row_noise([1, 2], ["a", "b"], 4, "start", (3,))
+    assert torch.equal(both[1:], row_noise([2], ["b"], 4, "start", (3,)))
+    assert not torch.equal(both[0], row_noise([1], ["a"], 5, "start", (3,))[0])
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"patch": 7},
+        {"rope_dims": (44, 42, 40)},
+        {"window_frames": 10},
+        {"noise_levels": (0.1, 0.5)},
+        {"noise_levels": (0.0, 0.5, 0.5)},
+    ],
+)
+def test_bad_geometry_is_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError):
+        WorldConfig(**bad)
+    assert WorldConfig.from_dict(SMALL.to_dict()) == SMALL
