@@ -1,0 +1,255 @@
+"""Record wandering walks through Freedoom maps with ViZDoom: frames and the actions between them.
+
+    python training/data.py --out /tmp/walks --walks 2400 --workers 16
+
+A walk begins at the map's own start, wanders unseen for up to `--prelude` frames, and is then
+recorded for `--steps` (held-out walks: for 723, so that a rollout can be steered for that long).
+One file holds the walks of one engine process: `frames` uint8 [N, 96, 128, 3] (RGB), `actions`
+uint8 [N] and `lengths` int64 [walks]; `actions[i]` is the bit mask of the buttons held between
+frame i-1 and frame i (bit 0 forward, 1 turn left, 2 turn right, 3 use). Held-out walks have seeds
+and files of their own, named `heldout-*`; training never reads those.
+
+The walker is steered by the depth buffer: it turns to the deeper side where the way ahead is short,
+turns at random now and then, and opens doors, so that it leaves rooms instead of staring at walls.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import multiprocessing
+import os
+import signal
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    import vizdoom
+
+HEIGHT, WIDTH = 96, 128
+FORWARD, LEFT, RIGHT, USE = 1, 2, 4, 8
+TICS_PER_FRAME = 2
+# name -> (wad, map); a map must belong to its wad: a wrong pair hangs at init.
+MAPS = {
+    "E1M1": ("freedoom1.wad", "E1M1"),
+    "E1M2": ("freedoom1.wad", "E1M2"),
+    "MAP01": ("freedoom2.wad", "MAP01"),
+    "my_way_home": ("scenarios/my_way_home.wad", "map01"),
+}
+HELD_OUT_STEPS, HELD_OUT_FILES, HELD_OUT_WALKS_A_FILE = 723, 6, 11
+FRAMES_A_FILE = 2600
+
+
+def open_game(map_name: str, seed: int) -> vizdoom.DoomGame:
+    """Start one headless game without monsters; the player cannot die."""
+    import vizdoom
+
+    wad, level = MAPS[map_name]
+    root = Path(vizdoom.__file__).parent
+    game = vizdoom.DoomGame()
+    if wad.startswith("scenarios/"):
+        game.set_doom_game_path(str(root / "freedoom2.wad"))
+        game.set_doom_scenario_path(str(root / wad))
+    else:
+        game.set_doom_game_path(str(root / wad))
+    game.set_doom_map(level)
+    game.set_screen_resolution(vizdoom.ScreenResolution.RES_160X120)
+    game.set_screen_format(vizdoom.ScreenFormat.RGB24)
+    game.set_depth_buffer_enabled(True)
+    for hide in ("hud", "weapon", "crosshair", "decals", "particles", "messages", "corpses"):
+        getattr(game, f"set_render_{hide}")(False)
+    game.set_available_buttons(
+        [
+            vizdoom.Button.MOVE_FORWARD,
+            vizdoom.Button.TURN_LEFT,
+            vizdoom.Button.TURN_RIGHT,
+            vizdoom.Button.USE,
+        ]
+    )
+    game.set_window_visible(False)
+    game.set_sound_enabled(False)
+    game.set_mode(vizdoom.Mode.PLAYER)
+    game.set_episode_timeout(0)
+    game.set_seed(seed)
+    game.add_game_args("-nomonsters +sv_cheats 1")
+    game.init()
+    game.send_game_command("iddqd")
+    return game
+
+
+class Wanderer:
+    """The policy.
+
+    Looks at the mean depth on the left, ahead and on the right; returns the buttons to hold.
+    """
+
+    def __init__(self, rng: np.random.Generator):
+        self.rng = rng
+        self.turn_left, self.turn_steps, self.press_use = True, 0, False
+
+    def act(self, depth: np.ndarray) -> int:
+        band = depth[50:70].astype(np.float32)
+        left, ahead, right = band[:, :50].mean(), band[:, 60:100].mean(), band[:, 110:].mean()
+        buttons = 0
+        if self.turn_steps > 0:
+            self.turn_steps -= 1
+            buttons |= LEFT if self.turn_left else RIGHT
+            if ahead > 9:
+                buttons |= FORWARD
+        elif ahead < 9:
+            self.turn_left = bool(left > right)
+            self.turn_steps = int(self.rng.integers(6, 21))
+            buttons |= (LEFT if self.turn_left else RIGHT) | USE
+        elif self.rng.random() < 0.05:
+            self.turn_left = bool(self.rng.random() < 0.5)
+            self.turn_steps = int(self.rng.integers(3, 13))
+            buttons |= FORWARD
+        else:
+            buttons |= FORWARD
+            if self.rng.random() < 0.05:
+                buttons |= USE
+        return buttons
+
+
+def record_walk(
+    game: vizdoom.DoomGame, seed: int, steps: int, prelude: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """One walk of up to `steps` frames; shorter if the map ends.
+
+    Returns frames uint8 [N,96,128,3] and actions uint8 [N].
+    """
+    import cv2
+
+    rng = np.random.default_rng(seed)
+    walker = Wanderer(rng)
+    game.set_seed(seed)
+    game.new_episode()
+    game.send_game_command("iddqd")
+    unseen, buttons, frames, actions = int(rng.integers(prelude + 1)), 0, [], []
+    for i in range(unseen + steps):
+        if game.is_episode_finished():
+            break
+        state = game.get_state()
+        if i >= unseen:
+            frames.append(
+                cv2.resize(state.screen_buffer, (WIDTH, HEIGHT), interpolation=cv2.INTER_AREA)
+            )
+            actions.append(buttons)
+        buttons = walker.act(state.depth_buffer)
+        game.make_action([bool(buttons & b) for b in (FORWARD, LEFT, RIGHT, USE)], TICS_PER_FRAME)
+    if not frames:
+        return np.empty((0, HEIGHT, WIDTH, 3), np.uint8), np.empty(0, np.uint8)
+    return np.stack(frames), np.array(actions, np.uint8)
+
+
+@dataclass(frozen=True)
+class File:
+    """One file to record: `walks` walks through one map."""
+
+    name: str
+    map_name: str
+    index: int
+    walks: int
+    steps: int
+    held_out: bool
+
+
+def plan(maps: list[str], walks: int, steps: int) -> list[File]:
+    """Every file of a data set, the held-out ones first; the maps take turns."""
+    each = max(1, FRAMES_A_FILE // steps)
+    held_out = [
+        File(f"heldout-{m}-{i:03d}", m, i, HELD_OUT_WALKS_A_FILE, HELD_OUT_STEPS, True)
+        for i, m in enumerate(itertools.islice(itertools.cycle(maps), HELD_OUT_FILES))
+    ]
+    return held_out + [
+        File(f"train-{m}-{i:03d}", m, i, each, steps, False)
+        for i, m in enumerate(itertools.islice(itertools.cycle(maps), walks // each))
+    ]
+
+
+def _work(files: list[File], prelude: int, out: Path, attempt: int) -> None:
+    """Record files in this process, in a folder of its own.
+
+    The engine writes into its working directory.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        os.chdir(scratch)
+        for file in files:
+            signal.alarm(200)  # the default action ends the process; its parent starts another
+            game = open_game(file.map_name, file.index)
+            walks: list[tuple[np.ndarray, np.ndarray]] = []
+            seed = 10_000_019 * (attempt + 1) + 1000 * file.index + 5_000_000 * file.held_out
+            shortest = file.steps if file.held_out else min(60, file.steps)
+            while len(walks) < file.walks:
+                seed += 1
+                walk = record_walk(game, seed, file.steps, prelude)
+                if len(walk[0]) >= shortest:  # a map may end early
+                    walks.append(walk)
+            game.close()
+            signal.alarm(0)
+            temporary = out / f".{file.name}.npz"
+            with open(temporary, "wb") as handle:
+                np.savez(
+                    handle,
+                    frames=np.concatenate([frames for frames, _ in walks]),
+                    actions=np.concatenate([actions for _, actions in walks]),
+                    lengths=np.array([len(frames) for frames, _ in walks]),
+                )
+            temporary.rename(out / f"{file.name}.npz")
+
+
+def record_all(files: list[File], prelude: int, out: Path, workers: int) -> int:
+    """Record every file; returns how many there are in the end.
+
+    A process that dies (the engine does, now and then) is replaced, three times.
+    """
+    began = time.time()
+    context = multiprocessing.get_context("spawn")
+    for attempt in range(4):
+        missing = [file for file in files if not (out / f"{file.name}.npz").exists()]
+        processes = []
+        for worker in range(min(workers, len(missing))):
+            mine = missing[worker::workers]
+            process = context.Process(target=_work, args=(mine, prelude, out, attempt), daemon=True)
+            process.start()
+            processes.append(process)
+        while any(process.is_alive() for process in processes):
+            time.sleep(2)
+            done = len(list(out.glob("[!.]*.npz")))
+            print(f"data: {done} of {len(files)} files, {time.time() - began:.0f} s", flush=True)
+    return len(list(out.glob("[!.]*.npz")))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--walks", type=int, default=2400)
+    parser.add_argument("--steps", type=int, default=130, help="recorded frames of a training walk")
+    parser.add_argument(
+        "--prelude", type=int, default=40, help="most frames walked before recording"
+    )
+    parser.add_argument(
+        "--maps", nargs="+", default=["E1M1", "MAP01", "my_way_home"], choices=list(MAPS)
+    )
+    parser.add_argument("--workers", type=int, default=os.cpu_count())
+    arguments = parser.parse_args()
+    out = arguments.out.resolve()
+    out.mkdir(parents=True, exist_ok=True)
+    files = plan(arguments.maps, arguments.walks, arguments.steps)
+    recorded = record_all(files, arguments.prelude, out, arguments.workers)
+    (out / "DONE").write_text(f"{recorded} of {len(files)} files\n")
+    if recorded < len(files):
+        raise SystemExit(
+            f"data: got {recorded} files, expected {len(files)}; run the same command again"
+        )
+
+
+if __name__ == "__main__":
+    main()

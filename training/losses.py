@@ -1,0 +1,171 @@
+"""What one training step computes.
+
+Teacher forcing over [history | noisy chunks] under a block-causal mask.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention.flex_attention import (
+    BlockMask,
+    create_block_mask,
+    create_mask,
+    flex_attention,
+)
+
+from steadykv.world.config import WorldConfig
+from steadykv.world.model import Table, WorldModel, rotate
+
+# (batch, head, query, key) indices -> whether the query sees the key
+Visible = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def visibility(config: WorldConfig, frames: int) -> Visible:
+    """Tokens are [history of all chunks | noisy version of all chunks], `frames` frames each.
+
+    A history chunk sees itself and the chunks before it in the window; a noisy chunk sees itself
+    and the *history* of the chunks before it: exactly what the passes of a rollout see through a
+    cache.
+    """
+    half = frames * config.frame_tokens
+    chunk_tokens = config.chunk_frames * config.frame_tokens
+    window = config.window_frames // config.chunk_frames
+
+    def visible(
+        _b: torch.Tensor, _h: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        query_noisy, key_noisy = query >= half, key >= half
+        query_chunk, key_chunk = (query % half) // chunk_tokens, (key % half) // chunk_tokens
+        distance = query_chunk - key_chunk
+        past = ~key_noisy & (distance > 0) & (distance < window)
+        own = (query_noisy == key_noisy) & (distance == 0)
+        return past | own
+
+    return visible
+
+
+class ForcedAttention:
+    """`attend` of the model for one training step.
+
+    Rotary embedding, then masked attention over both halves. Block-sparse on CUDA; on the CPU,
+    where that has no backward pass, a dense mask (small shapes only).
+    """
+
+    def __init__(self, config: WorldConfig, frames: int, device: str):
+        length = 2 * frames * config.frame_tokens
+        visible = visibility(config, frames)
+        self.block_mask: BlockMask | None = None
+        self.dense_mask: torch.Tensor | None = None
+        if device.startswith("cuda"):
+            self.block_mask = create_block_mask(visible, None, None, length, length, device=device)
+        else:
+            self.dense_mask = create_mask(visible, None, None, length, length, device=device)
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: Table
+    ) -> torch.Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (*rotate(q, k, table), v))
+        if self.block_mask is not None:
+            out = flex_attention(q, k, v, block_mask=self.block_mask)
+        else:
+            out = F.scaled_dot_product_attention(q, k, v, attn_mask=self.dense_mask)
+        return out.transpose(1, 2)
+
+
+def predict(
+    model: WorldModel,
+    history: torch.Tensor,
+    history_times: torch.Tensor,
+    noisy: torch.Tensor,
+    times: torch.Tensor,
+    actions: torch.Tensor,
+    attend: ForcedAttention,
+    table: Table,
+) -> torch.Tensor:
+    """Clean frames [B,F,H,W,3] predicted for `noisy`, given `history`.
+
+    Times [B,F] and actions [B,F] are those of both.
+    """
+    frames = noisy.shape[1]
+    out = model(
+        torch.cat((history, noisy), 1),
+        torch.cat((history_times, times), 1),
+        torch.cat((actions, actions), 1),
+        attend,
+        table,
+    )
+    return out[:, frames:]
+
+
+def flow_loss(
+    prediction: torch.Tensor,
+    clean: torch.Tensor,
+    times: torch.Tensor,
+    first_chunk: int,
+    weight_floor: float,
+) -> torch.Tensor:
+    """Velocity error of a clean-frame prediction: |x^ - x|^2 / max(1 - t, weight_floor)^2.
+
+    The first chunk has no history and is never generated in use: it counts a tenth.
+    """
+    error = (prediction - clean).square().mean(dim=(2, 3, 4))
+    weight = (1 - times).clamp_min(weight_floor).pow(-2)
+    weight = torch.cat((weight[:, :first_chunk] * 0.1, weight[:, first_chunk:]), 1)
+    return (weight * error).mean()
+
+
+def detail_loss(prediction: torch.Tensor, clean: torch.Tensor) -> torch.Tensor:
+    """Mean difference of local detail: how much neighbouring pixels differ within 8 x 8 pixels.
+
+    Squared error alone rewards a blurred guess wherever detail cannot be known; this asks for the
+    right *amount* of detail, at one and two pixels' distance, wherever it ends up.
+    """
+
+    def detail(frames: torch.Tensor) -> list[torch.Tensor]:
+        x = frames.flatten(0, 1).movedim(-1, 1)  # [B*F,3,H,W]
+        steps = [(x[..., d:] - x[..., :-d], x[..., d:, :] - x[..., :-d, :]) for d in (1, 2)]
+        return [F.avg_pool2d(step.abs(), 8) for pair in steps for step in pair]
+
+    pairs = zip(detail(prediction), detail(clean), strict=True)
+    return torch.stack([(a - b).abs().mean() for a, b in pairs]).mean()
+
+
+def draw_times(
+    config: WorldConfig,
+    batch: int,
+    frames: int,
+    grid_share: float,
+    shift: float,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """Flow times [B,F], one a chunk.
+
+    Logit-normal around `shift`, a share of them at the times the sampler will ask for.
+    """
+    chunks, device = frames // config.chunk_frames, generator.device
+    free = torch.sigmoid(torch.randn(batch, chunks, generator=generator, device=device) + shift)
+    grid = torch.tensor(config.noise_levels, device=device)
+    pick = torch.randint(len(grid), (batch, chunks), generator=generator, device=device)
+    on_grid = torch.rand(batch, chunks, generator=generator, device=device) < grid_share
+    return torch.where(on_grid, grid[pick], free).repeat_interleave(config.chunk_frames, 1)
+
+
+def draw_history_times(
+    config: WorldConfig,
+    batch: int,
+    frames: int,
+    most: float,
+    clean_share: float,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """Flow times of the history [B,F], one a chunk.
+
+    A share of the rows is clean; the others have noise up to `most`, power 1.5.
+    """
+    chunks, device = frames // config.chunk_frames, generator.device
+    noise = most * torch.rand(batch, chunks, generator=generator, device=device).pow(1.5)
+    clean = torch.rand(batch, 1, generator=generator, device=device) < clean_share
+    return (1 - noise.masked_fill(clean, 0.0)).repeat_interleave(config.chunk_frames, 1)

@@ -1,0 +1,52 @@
+"""What a training run is made of, read from a JSON file such as `training/version1.json`."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from steadykv.world.config import WorldConfig
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One part of the training schedule."""
+
+    until: float  # the share of the time at which it ends
+    frames: int  # of a sequence
+    batch: int  # sequences a GPU
+    own_share: float = 0.0  # of the history that comes from the model's own predictions
+    grid_share: float = 0.25  # of the flow times that are the sampler's
+    settle_share: float = 0.0  # of the steps that run the whole sampler and judge its last pass
+    detail_weight: float = 0.0  # of the detail loss in those steps
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Model, losses and schedule of one run; times of the flow are 0 for noise and 1 for clean."""
+
+    world: WorldConfig
+    phases: tuple[Phase, ...]
+    rate: float = 1.5e-3  # peak learning rate
+    time_shift: float = -0.4  # centre of the logit-normal flow times
+    weight_floor: float = 0.1  # least 1 - t in the weight of the velocity error
+    history_noise: float = 0.7  # most noise on a chunk of the history
+    clean_share: float = 0.25  # sequences whose history has no noise
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Every field of the file must be one of the above; those it leaves out keep their default."""
+    values = json.loads(path.read_text())
+    world = WorldConfig.from_dict(values.pop("world"))
+    phases = tuple(Phase(**phase) for phase in values.pop("phases"))
+    return Recipe(world=world, phases=phases, **values)
+
+
+def tiny(recipe: Recipe) -> Recipe:
+    """The same recipe for a model and a batch that a CPU can train."""
+    small = {"num_layers": 2, "width": 128, "hidden_width": 128}
+    world = dataclasses.replace(recipe.world, image_height=32, image_width=32, **small)
+    phases = tuple(dataclasses.replace(phase, batch=1) for phase in recipe.phases)
+    return dataclasses.replace(recipe, world=world, phases=phases)

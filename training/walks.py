@@ -1,0 +1,67 @@
+"""The recorded walks in device memory, filled by a thread while training already runs."""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import torch
+from data import HEIGHT, WIDTH
+
+
+class Walks:
+    """All training walks as uint8 on `device`; `sample` draws from those loaded so far."""
+
+    def __init__(self, folder: Path, device: str, capacity: int):
+        self.frames = torch.empty(capacity, HEIGHT, WIDTH, 3, dtype=torch.uint8, device=device)
+        self.actions = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.spans: list[tuple[int, int]] = []  # (first frame, count) of each loaded walk
+        self.used, self.folder, self.lock = 0, folder, threading.Lock()
+        threading.Thread(target=self._fill, daemon=True).start()
+
+    def _fill(self) -> None:
+        seen: set[str] = set()
+        with ThreadPoolExecutor(4) as pool:
+            while True:
+                last = (self.folder / "DONE").exists()
+                fresh = [p for p in sorted(self.folder.glob("train-*.npz")) if p.name not in seen]
+                seen |= {p.name for p in fresh}
+                list(pool.map(self._load, fresh))
+                if last:
+                    return
+                time.sleep(1)
+
+    def _load(self, path: Path) -> None:
+        with np.load(path) as walk:
+            frames, actions = torch.from_numpy(walk["frames"]), torch.from_numpy(walk["actions"])
+            lengths = walk["lengths"].tolist()
+        with self.lock:
+            first, self.used = self.used, self.used + len(frames)
+            if self.used > len(self.frames):
+                return
+        self.frames[first : first + len(frames)].copy_(frames)
+        self.actions[first : first + len(frames)].copy_(actions)
+        with self.lock:
+            for length in lengths:
+                self.spans.append((first, length))
+                first += length
+
+    def sample(
+        self, batch: int, length: int, rng: np.random.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sequences from `batch` places drawn evenly.
+
+        Returns frames uint8 [B,length,H,W,3] and actions int64 [B,length].
+        """
+        with self.lock:
+            spans = [span for span in self.spans if span[1] >= length]
+        rows = []
+        for i in rng.integers(len(spans), size=batch):
+            first, count = spans[i]
+            start = first + int(rng.integers(count - length + 1))
+            rows.append(np.arange(start, start + length))
+        index = torch.from_numpy(np.stack(rows)).to(self.frames.device, non_blocking=True)
+        return self.frames[index], self.actions[index]
