@@ -1,0 +1,299 @@
+"""Runs a comparison: one BF16 reference per episode and seed, then every method with its noise.
+
+Results reach the disk whenever a batch of one method is finished, so that an interrupted run keeps
+all that it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from steadykv.config import CacheConfig, CachePolicy, preset
+from steadykv.errors import ConfigError
+from steadykv.evaluation.collector import (
+    ComparisonResult,
+    ResultCollector,
+    attention_of,
+    result_folder,
+)
+from steadykv.evaluation.protocol import (
+    FLOOR,
+    PSNR_CEILING_DB,
+    Protocol,
+    first_packed_frame,
+    frame_windows,
+)
+from steadykv.evaluation.provenance import environment
+from steadykv.evaluation.results import SCHEMA_VERSION, as_read
+from steadykv.evaluation.rollouts import BatchCost, OnChunk, compare_batch, run_batch
+from steadykv.evaluation.token_shift import ShiftProbe, TokenShift
+from steadykv.world import Episodes, WorldModel, rollout
+
+REFERENCE = "bf16"
+
+OnProgress = Callable[[int, int, str], None]
+"""(chunks done, chunks in all, what is running); chunks of all rollouts of the comparison."""
+
+OnVideo = Callable[[str, str, int, torch.Tensor], None]
+"""(method, episode, seed, uint8 [T, H, W, 3] on the CPU), for each kept video as it is made."""
+
+
+def run_comparison(
+    world: WorldModel,
+    episodes: Episodes,
+    methods: Sequence[str],
+    seeds: Sequence[int] = (0,),
+    frames: int = 48,
+    *,
+    policy: CachePolicy | None = None,
+    out_dir: str | Path | None = None,
+    on_progress: OnProgress | None = None,
+    on_video: OnVideo | None = None,
+    **options: Any,
+) -> ComparisonResult:
+    """Roll ``episodes`` out with every method and seed and compare each with BF16.
+
+    ``policy`` defaults to spans of two chunks under the world's own window and sink; ``options``
+    are the other fields of :class:`Protocol`. Within a batch, the reference comes first, then the
+    token shift, the methods in their order, and the floor. With ``out_dir`` (created if absent) the
+    files ``metrics.json``, ``metrics.csv``, ``rollouts.json`` and ``token_shift.json`` are
+    rewritten, each atomically, whenever a batch of a method is finished.
+
+    Holds the reference videos of one batch, those of one method, and one cache at a time (during
+    the token shift one cache per key codec). Global random generators are left alone.
+    Raises ConfigError (protocol, or a folder that already holds results) before anything runs, and
+    SteadyKVError when a result cannot be written; files written before stay.
+    """
+    if policy is None:
+        shape = world.config
+        policy = CachePolicy(
+            span_chunks=2, window_frames=shape.window_frames, sink_frames=shape.sink_frames
+        )
+    protocol = Protocol(tuple(methods), tuple(seeds), frames, policy, **options)
+    return _Comparison(world, episodes, protocol, out_dir, on_progress, on_video).run()
+
+
+@dataclass(frozen=True)
+class _Batch:
+    """Rollouts that run together; the first ``kept`` of their videos are returned."""
+
+    rows: Episodes
+    seeds: list[int]
+    kept: int
+    label: str
+
+
+class _Comparison:
+    """State of one run."""
+
+    def __init__(
+        self,
+        world: WorldModel,
+        episodes: Episodes,
+        protocol: Protocol,
+        out_dir: str | Path | None,
+        on_progress: OnProgress | None,
+        on_video: OnVideo | None,
+    ) -> None:
+        self.world, self.episodes, self.protocol = world, episodes, protocol
+        self.on_progress, self.on_video = on_progress, on_video
+        self.device = next(world.parameters()).device
+        self.configs = protocol.configurations()
+        self.reference_config = preset(REFERENCE).replace(policy=protocol.policy)
+        chunk_frames = world.config.chunk_frames
+        self.first_packed = first_packed_frame(protocol.policy, chunk_frames)
+        self.windows = frame_windows(
+            self.first_packed, chunk_frames + protocol.frames, chunk_frames
+        )
+        self.plan = [(i, seed) for i in range(len(episodes)) for seed in protocol.seeds]
+        if not self.plan or len(set(episodes.names)) != len(episodes):
+            raise ConfigError(
+                f"episodes are {list(episodes.names)}; expected at least one, and none twice: "
+                "repeat a walk with more seeds"
+            )
+        self.videos: dict[str, list[torch.Tensor]] = {}
+        self.shift: dict[str, Any] | None = None
+        self.chunks_done, self.chunks_planned = 0, self._planned_chunks()
+        self.collector = ResultCollector(
+            protocol,
+            self.windows,
+            planned=len(self.plan),
+            configs=self.configs,
+            reference=self.reference_config,
+            shared=as_read(self._configuration()),
+            environment=environment(self.device),
+            folder=None if out_dir is None else result_folder(out_dir),
+        )
+
+    def run(self) -> ComparisonResult:
+        size = self.protocol.max_batch
+        for first in range(0, len(self.plan), size):
+            self._run_batch(first, self.plan[first : first + size])
+        return ComparisonResult(
+            rows=self.collector.rows(),
+            records=self.collector.all_records(),
+            windows=self.windows,
+            shift=self.shift,
+            videos={method: torch.stack(videos) for method, videos in self.videos.items()},
+            protocol=self.protocol,
+        )
+
+    def _run_batch(self, first: int, plan: Sequence[tuple[int, int]]) -> None:
+        batch = _Batch(
+            rows=self.episodes.select([episode for episode, _ in plan]),
+            seeds=[seed for _, seed in plan],
+            kept=max(0, min(self.protocol.keep_videos - first, len(plan))),
+            label=f"rollouts {first + 1}-{first + len(plan)} of {len(self.plan)}",
+        )
+        reference, reference_cost = self._roll_out(REFERENCE, self.reference_config, batch)
+        shift = self._measure_shift(batch, reference)
+        reference = reference.to(self.device)  # where metrics are computed
+        configs = dict(self.configs)
+        if self.protocol.floor:
+            configs[FLOOR] = self.reference_config
+        for method, config in configs.items():
+            video, cost = reference, reference_cost
+            # A dense method is the reference itself: rolled out again, it would be the same video.
+            if method == FLOOR or not _is_dense(config):
+                video, cost = self._roll_out(method, config, batch)
+                video = video.to(self.device)
+            own_shift = shift.methods.get(method) if shift is not None else None
+            records = compare_batch(method, reference, video, batch.rows, batch.seeds, own_shift)
+            self.collector.add(method, records, cost)
+
+    # --- rollouts ---------------------------------------------------------------------------
+
+    def _roll_out(
+        self, method: str, config: CacheConfig, batch: _Batch
+    ) -> tuple[torch.Tensor, BatchCost]:
+        with self._progress(f"{method}, {batch.label}", self.protocol.frames) as on_chunk:
+            video, cost = run_batch(
+                self.world,
+                batch.rows,
+                batch.seeds,
+                config,
+                frames=self.protocol.frames,
+                first_packed_frame=self.first_packed,
+                attention=attention_of(method),
+                key_rope=self.protocol.key_rope,
+                on_chunk=on_chunk,
+            )
+        for index in range(batch.kept):
+            kept = video[index].clone()  # a view would keep the whole batch
+            self.videos.setdefault(method, []).append(kept)
+            if self.on_video is not None:
+                self.on_video(method, batch.rows.names[index], batch.seeds[index], kept)
+        return video, cost
+
+    def _measure_shift(self, batch: _Batch, reference: torch.Tensor) -> TokenShift | None:
+        """The batch again in BF16, probed; the reference itself runs unprobed, for its seconds."""
+        options = self.protocol.shift
+        if options is None:
+            return None
+        shape, frames = self.world.config, self._shift_frames()
+        probe = ShiftProbe(
+            self.configs,
+            options,
+            num_layers=shape.num_layers,
+            num_heads=shape.num_heads,
+            head_dim=shape.head_dim,
+            frame_tokens=shape.frame_tokens,
+            patch_columns=shape.columns,
+            example_rows=batch.kept,
+            reference=self.reference_config,
+            device=self.device,
+        )
+        with self._progress(f"token shift, {batch.label}", frames) as on_chunk:
+            video = rollout(
+                self.world,
+                batch.rows,
+                probe,
+                frames,
+                batch.seeds,
+                on_chunk,
+                key_rope=self.protocol.key_rope,
+            )
+        result = probe.result()
+        if self.shift is None:
+            is_reference = torch.equal(video, reference[:, : video.shape[1]])
+            self.shift = as_read(self._describe_shift(result, batch, is_reference))
+            self.collector.add_shift(self.shift)
+        return result
+
+    def _describe_shift(
+        self, result: TokenShift, batch: _Batch, is_reference: bool
+    ) -> dict[str, Any]:
+        example = result.example
+        if example is not None:
+            place = example["row"]
+            example |= {"episode": batch.rows.names[place], "seed": batch.seeds[place]}
+        return {
+            "version": SCHEMA_VERSION,
+            **result.to_dict(),
+            "example": example,
+            "frames": self._shift_frames(),
+            "episodes": list(batch.rows.names),
+            "seeds": batch.seeds,
+            # False would mean that the probe saw another trajectory than the reference took.
+            "trajectory_is_reference": is_reference,
+        }
+
+    def _configuration(self) -> dict[str, Any]:
+        """What all rows share, JSON-able."""
+        protocol, shift = self.protocol, self.protocol.shift
+        return {
+            "key_rope": protocol.key_rope,
+            "frames": protocol.frames,
+            "context_frames": self.world.config.chunk_frames,
+            "episodes": list(self.episodes.names),
+            "seeds": list(protocol.seeds),
+            "first_packed_frame": self.first_packed,
+            "windows": {window.label: [window.start, window.end] for window in self.windows},
+            "headline_window": self.windows[-1].label,
+            "psnr_ceiling_db": PSNR_CEILING_DB,
+            "ssim_channels": "rgb",
+            "shift": None if shift is None else asdict(shift) | {"frames": self._shift_frames()},
+            "max_batch": protocol.max_batch,
+            "confidence": protocol.confidence,
+            "resamples": protocol.resamples,
+            "world": self.world.config.to_dict(),
+            "world_dtype": str(next(self.world.parameters()).dtype).removeprefix("torch."),
+        }
+
+    # --- progress ---------------------------------------------------------------------------
+
+    def _shift_frames(self) -> int:
+        shift = self.protocol.shift
+        if shift is None:
+            return 0
+        return min(shift.frames or self.protocol.frames, self.protocol.frames)
+
+    def _planned_chunks(self) -> int:
+        batches = -(-len(self.plan) // self.protocol.max_batch)
+        packed = sum(not _is_dense(config) for config in self.configs.values())
+        full = (1 + packed + self.protocol.floor) * self.protocol.frames
+        return batches * (full + self._shift_frames()) // self.world.config.chunk_frames
+
+    @contextmanager
+    def _progress(self, label: str, frames: int) -> Iterator[OnChunk]:
+        """A chunk callback that counts on from what ran before."""
+        before = self.chunks_done
+
+        def report(done: int, total: int) -> None:
+            self.chunks_done = before + done
+            if self.on_progress is not None:
+                self.on_progress(self.chunks_done, self.chunks_planned, label)
+
+        report(0, 0)
+        yield report
+        self.chunks_done = before + frames // self.world.config.chunk_frames
+
+
+def _is_dense(config: CacheConfig) -> bool:
+    return config.keys.is_dense and config.values.is_dense

@@ -1,0 +1,141 @@
+"""One batch of rollouts with one cache: its video, what the cache cost, how far it is from BF16."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from steadykv.cache import KVCache
+from steadykv.config import CacheConfig
+from steadykv.evaluation.aggregate import MethodCost, RolloutRecord
+from steadykv.evaluation.metrics import flicker_by_step, frame_mse, ssim_by_frame
+from steadykv.evaluation.token_shift import MethodShift
+from steadykv.world import Episodes, WorldModel, rollout
+from steadykv.world.sampler import AttentionBackend, KeyRope
+
+OnChunk = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class BatchCost:
+    """One batch: rollouts in it, the final ledger, sums over chunk ends, wall-clock seconds."""
+
+    rollouts: int
+    bits_per_element: float
+    bf16_bytes: float
+    resident_bytes: int
+    peak_bytes: int
+    bf16_bytes_over_time: float
+    resident_bytes_over_time: int
+    seconds: float
+
+
+def join_costs(config: CacheConfig, batches: Sequence[BatchCost]) -> MethodCost:
+    """Cost of a method per rollout, from its batches."""
+    rollouts = sum(batch.rollouts for batch in batches)
+    resident = sum(batch.resident_bytes for batch in batches)
+    return MethodCost(
+        keys=config.keys.method,
+        values=config.values.method,
+        bits_per_element=sum(b.bits_per_element * b.rollouts for b in batches) / rollouts,
+        compression=sum(batch.bf16_bytes for batch in batches) / resident,
+        compression_mean=sum(batch.bf16_bytes_over_time for batch in batches)
+        / sum(batch.resident_bytes_over_time for batch in batches),
+        resident_bytes=round(resident / rollouts),
+        peak_bytes=max(round(batch.peak_bytes / batch.rollouts) for batch in batches),
+        seconds=sum(batch.seconds for batch in batches) / rollouts,
+        batch_rollouts=max(batch.rollouts for batch in batches),
+    )
+
+
+def new_cache(world: WorldModel, config: CacheConfig) -> KVCache:
+    """An empty cache of the world's geometry on its device, dense tokens in BF16."""
+    shape = world.config
+    return KVCache(
+        num_layers=shape.num_layers,
+        num_heads=shape.num_heads,
+        head_dim=shape.head_dim,
+        frame_tokens=shape.frame_tokens,
+        config=config,
+        layout="BSHD",
+        dtype=torch.bfloat16,
+        device=next(world.parameters()).device,
+    )
+
+
+def run_batch(
+    world: WorldModel,
+    rows: Episodes,
+    seeds: Sequence[int],
+    config: CacheConfig,
+    *,
+    frames: int,
+    first_packed_frame: int,
+    attention: AttentionBackend = "sdpa",
+    key_rope: KeyRope = "post",
+    on_chunk: OnChunk | None = None,
+) -> tuple[torch.Tensor, BatchCost]:
+    """Roll out one batch with a fresh cache: its video uint8 [B, T, H, W, 3] (CPU) and its cost.
+
+    Bytes over time are summed at the ends of the chunks from ``first_packed_frame`` on.
+    """
+    cache = new_cache(world, config)
+    chunk_frames = world.config.chunk_frames
+    over_time = [0.0, 0]
+
+    def sample(done: int, total: int) -> None:
+        if (done + 1) * chunk_frames >= first_packed_frame:
+            ledger = cache.ledger()
+            over_time[0] += ledger.compression * ledger.resident_bytes
+            over_time[1] += ledger.resident_bytes
+        if on_chunk is not None:
+            on_chunk(done, total)
+
+    started = time.perf_counter()
+    video = rollout(
+        world, rows, cache, frames, list(seeds), sample, attention=attention, key_rope=key_rope
+    )
+    # The video arrives on the CPU, so the device has finished by now.
+    seconds = time.perf_counter() - started
+    ledger = cache.ledger()
+    cost = BatchCost(
+        rollouts=len(rows),
+        bits_per_element=ledger.bits_per_element,
+        bf16_bytes=ledger.compression * ledger.resident_bytes,
+        resident_bytes=ledger.resident_bytes,
+        peak_bytes=ledger.peak_bytes,
+        bf16_bytes_over_time=over_time[0],
+        resident_bytes_over_time=int(over_time[1]),
+        seconds=seconds,
+    )
+    return video, cost
+
+
+def compare_batch(
+    method: str,
+    reference: torch.Tensor,
+    video: torch.Tensor,
+    rows: Episodes,
+    seeds: Sequence[int],
+    shift: MethodShift | None,
+) -> list[RolloutRecord]:
+    """Metrics of every rollout of a batch against its BF16 reference, both [B, T, H, W, 3]."""
+    mse = frame_mse(reference, video).tolist()
+    ssim = ssim_by_frame(reference, video).tolist()
+    flicker = flicker_by_step(reference, video).tolist()
+    return [
+        RolloutRecord(
+            method=method,
+            episode=name,
+            seed=seed,
+            mse_by_frame=tuple(mse[index]),
+            ssim_by_frame=tuple(ssim[index]),
+            flicker_by_step=tuple(flicker[index]),
+            top1_shift=None if shift is None else shift.top1[index],
+            top5_shift=None if shift is None else shift.top5[index],
+        )
+        for index, (name, seed) in enumerate(zip(rows.names, seeds, strict=True))
+    ]
