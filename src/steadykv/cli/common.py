@@ -1,0 +1,232 @@
+"""What every command shares: option values, result folders, progress, and one line per failure."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from datetime import datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from steadykv.errors import BackendUnavailable, ConfigError, SteadyKVError
+
+if TYPE_CHECKING:
+    import torch
+
+LIST_OPTIONS = ("--methods",)
+WORLD_HELP = "Weights of another world model (default: the shipped one)."
+WALKS_HELP = "Archive of other beginnings of walks (default: the shipped ones)."
+METHODS_HELP = "Caches: bf16 kivi kivi_recent qvg qvg4 quantwm, or KEYS:VALUES."
+USER_ERROR, INTERRUPTED = 2, 130
+
+Advance = Callable[[int, int, str], None]
+"""(steps done, steps in all, what is running)."""
+
+
+class Interrupted(Exception):
+    """Ctrl-C, with the line that says what was kept."""
+
+
+def expand_lists(arguments: Sequence[str]) -> list[str]:
+    """``--methods a b c`` (and ``a,b,c``) as the repeated options that the parser understands."""
+    expanded: list[str] = []
+    option: str | None = None
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        if argument in LIST_OPTIONS:
+            option = argument
+        elif equals and name in LIST_OPTIONS:
+            option = name
+            expanded += _repeated(name, value)
+        elif argument.startswith("-"):
+            option = None
+            expanded.append(argument)
+        elif option is not None:
+            expanded += _repeated(option, argument)
+        else:
+            expanded.append(argument)
+    # A list option without any value reaches the parser as it is, which then asks for one.
+    last = arguments[-1] if arguments else ""
+    return [*expanded, last] if last in LIST_OPTIONS else expanded
+
+
+def _repeated(option: str, values: str) -> list[str]:
+    return [part for value in values.split(",") if value for part in (option, value)]
+
+
+def checked_methods(
+    methods: Sequence[str], policy: Mapping[str, int], centroids: int, paired: str | None = None
+) -> list[str]:
+    """The methods with "bf16", the original of every comparison, in front. Raises ConfigError.
+
+    Everything that can be wrong with them is found here, before a model is loaded.
+    """
+    from steadykv.config import CachePolicy
+    from steadykv.evaluation.protocol import Protocol
+
+    names = ["bf16", *(name for name in methods if name != "bf16")]
+    Protocol(
+        methods=tuple(names),
+        centroids=centroids,
+        policy=CachePolicy(**policy),
+        paired_against=paired,
+        shift=None,
+    )
+    return names
+
+
+def checked_device(name: str) -> torch.device:
+    """The device of that name. Raises ConfigError or BackendUnavailable."""
+    import torch
+
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = torch.device("meta")
+    if device.type not in ("cpu", "cuda"):
+        raise ConfigError(f"--device: got {name!r}, expected cpu, cuda or cuda:N; choose one")
+    if device.type == "cuda":
+        count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+        if (device.index or 0) >= count:
+            raise BackendUnavailable(
+                f"--device: got {name!r}, but this PyTorch ({torch.__version__}) sees {count} CUDA "
+                "devices; use --device cpu, or install a CUDA build of torch"
+            )
+    return device
+
+
+def new_folder(out: Path | None, kind: str) -> Path:
+    """Path of a result folder that does not exist yet; nothing is made.
+
+    ``out`` None gives results/KIND-YYYYMMDD-HHMMSS. Raises ConfigError when ``out`` exists.
+    """
+    if out is not None:
+        if out.exists() or out.is_symlink():
+            raise ConfigError(
+                f"--out: got {out}, which exists; expected a new folder: choose another name, or "
+                "leave --out away for a dated one"
+            )
+        return out
+    stem = Path("results") / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"
+    candidates = [stem, *(stem.with_name(f"{stem.name}-{count}") for count in range(2, 100))]
+    return next(path for path in candidates if not path.exists())
+
+
+def new_file(path: Path, option: str) -> Path:
+    """A file that does not exist yet in a folder that does. Raises ConfigError."""
+    if path.exists():
+        raise ConfigError(f"{option}: got {path}, which exists; choose a new file name")
+    if not path.parent.is_dir():
+        raise ConfigError(
+            f"{option}: got {path}, but {path.parent} is no folder; make it, or choose another"
+        )
+    return path
+
+
+def remove_if_empty(folder: Path) -> None:
+    """Leave no empty result folder behind."""
+    if folder.is_dir() and not any(folder.iterdir()):
+        folder.rmdir()
+
+
+def describe_kept(folder: Path) -> str:
+    """What an unfinished run leaves, for the line that ends it."""
+    files = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    return f"kept in {folder}: {', '.join(files)}" if files else "nothing was finished yet"
+
+
+@contextmanager
+def progress_bar() -> Iterator[Advance]:
+    """Progress on stderr: a bar on a terminal, one line per new step elsewhere."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _line_per_step(console)
+        return
+    columns = (
+        TextColumn("[bold]{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("starting", total=None)
+
+        def advance(done: int, total: int, label: str) -> None:
+            progress.update(task, completed=done, total=total, description=label)
+
+        yield advance
+
+
+def _line_per_step(console: Console) -> Advance:
+    last = ""
+
+    def advance(done: int, total: int, label: str) -> None:
+        nonlocal last
+        if label != last:
+            last = label
+            console.print(f"{label} ({done}/{total})", highlight=False, soft_wrap=True)
+
+    return advance
+
+
+def command_text(arguments: Sequence[str]) -> str:
+    """The command as it can be typed again."""
+    import shlex
+
+    return shlex.join(["steadykv", *arguments])
+
+
+def one_line(text: str) -> str:
+    """Any message as one line."""
+    return " ".join(text.split())
+
+
+def fail(message: str, code: int) -> int:
+    """Print the one line that ends a command on stderr; returns ``code``."""
+    print(f"steadykv: {one_line(message)}", file=sys.stderr)
+    return code
+
+
+def _with_value(message: str, typed: Sequence[str]) -> str:
+    """The parser's message about a refused value, with the value, which it leaves out."""
+    found = re.match(r"Invalid value for '(--[\w-]+)': (?:Value error, )?(.*)", message)
+    if found is None:
+        return message
+    option, reason = found[1], found[2].rstrip(".")
+    values = [value for name, value in pairwise(typed) if name == option]
+    values += [text.partition("=")[2] for text in typed if text.startswith(f"{option}=")]
+    got = f"got {values[-1]!r}; " if values else ""
+    return f"{option}: {got}{reason[:1].lower()}{reason[1:]}"
+
+
+def report_failure(error: BaseException, typed: Sequence[str]) -> int | None:
+    """Print what a known failure means and return its exit code; None for a bug.
+
+    ``typed`` are the arguments, from which a refused value is quoted.
+    """
+    if isinstance(error, Interrupted | KeyboardInterrupt):
+        return fail(str(error) or "interrupted; nothing was finished yet", INTERRUPTED)
+    if isinstance(error, BrokenPipeError):  # the reader of our output went away: nothing to say
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return USER_ERROR
+    if isinstance(error, SteadyKVError):
+        return fail(str(error), USER_ERROR)
+    if isinstance(error, OSError):
+        what = f"{error.filename}: " if error.filename else ""
+        return fail(f"{what}{error.strerror or error}; earlier results are kept", USER_ERROR)
+    if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
+        return fail(
+            f"out of memory ({one_line(str(error))[:160]}); try a smaller --batch, fewer --frames",
+            USER_ERROR,
+        )
+    show: Any = getattr(error, "format_message", None)  # the parser's own errors
+    if show is not None:
+        return fail(f"{_with_value(show(), typed)} (--help lists the options)", USER_ERROR)
+    return None

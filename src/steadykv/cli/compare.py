@@ -1,0 +1,120 @@
+"""`steadykv compare`: many walks and noise seeds for every cache, with confidence intervals."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from steadykv.cli.common import (
+    METHODS_HELP,
+    WALKS_HELP,
+    WORLD_HELP,
+    checked_device,
+    checked_methods,
+    command_text,
+    new_file,
+    new_folder,
+    progress_bar,
+)
+
+METHODS = ("bf16", "kivi", "qvg", "qvg4", "quantwm")
+# Rollouts that share a batch. CPU: two cores are busy with few; CUDA: kernels of this small model
+# are short, and only many rollouts fill the device.
+BATCH = {"cpu": 4, "cuda": 32}
+
+
+class Precision(StrEnum):
+    """What the network computes in; the cache holds BF16 either way."""
+
+    auto = "auto"
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+
+
+class KeyRope(StrEnum):
+    """Whether keys are stored after or before their rotary embedding."""
+
+    post = "post"
+    pre = "pre"
+
+
+def compare(
+    context: typer.Context,
+    methods: Annotated[list[str], typer.Option(help=METHODS_HELP)] = list(METHODS),  # noqa: B006 - typer reads the default and never changes it
+    episodes: Annotated[int, typer.Option(min=1, help="Held-out walks, from the first on.")] = 4,
+    seeds: Annotated[int, typer.Option(min=1, help="Noise seeds a walk.")] = 1,
+    frames: Annotated[int, typer.Option(min=1, help="Frames to generate, a multiple of 3.")] = 48,
+    span_chunks: Annotated[int, typer.Option(min=1, help="Chunks packed together.")] = 2,
+    centroids: Annotated[int, typer.Option(min=1, help="Cluster means per head and span.")] = 32,
+    sink_keep: Annotated[int, typer.Option(min=0, help="First frames kept in BF16.")] = 0,
+    recent_keep: Annotated[int, typer.Option(min=0, help="Newest chunks kept in BF16.")] = 0,
+    key_rope: Annotated[
+        KeyRope, typer.Option(help="Store keys after or before RoPE.")
+    ] = KeyRope.post,
+    paired: Annotated[
+        str | None, typer.Option(help="Method whose difference from each other one is reported.")
+    ] = None,
+    shift: Annotated[bool, typer.Option(help="Measure the token shift.")] = True,
+    floor: Annotated[bool, typer.Option(help="Measure the noise floor.")] = True,
+    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    dtype: Annotated[
+        Precision, typer.Option(help="What the network computes in (auto: by device).")
+    ] = Precision.auto,
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Rollouts that run together (default: by device).")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="New folder for the results (default: a dated one).")
+    ] = None,
+    rows: Annotated[
+        Path | None, typer.Option(help="Also write one CSV row a method to this new file.")
+    ] = None,
+    world: Annotated[Path | None, typer.Option(help=WORLD_HELP)] = None,
+    walks: Annotated[Path | None, typer.Option(help=WALKS_HELP)] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON only.")] = False,
+) -> None:
+    """Compare caches over many walks and seeds, with confidence intervals."""
+    # The bar comes first: importing torch may take seconds.
+    with progress_bar() as advance:
+        policy = {"span_chunks": span_chunks, "sink_keep": sink_keep, "recent_keep": recent_keep}
+        names = checked_methods(methods, policy, centroids, paired)
+        folder = new_folder(out, "compare")
+        table = None if rows is None else new_file(rows, "--rows")
+        place = checked_device(device)
+        import torch
+
+        from steadykv.cli.session import Session
+        from steadykv.evaluation.results import write_csv
+
+        options: dict[str, Any] = {
+            "centroids": centroids,
+            "floor": floor,
+            "key_rope": key_rope.value,
+            "max_batch": batch or BATCH[place.type],
+            "paired_against": paired,
+        }
+        if not shift:
+            options["shift"] = None
+        automatic = "bfloat16" if place.type == "cuda" else "float32"
+        session = Session(
+            folder=folder,
+            methods=names,
+            episodes=episodes,
+            seeds=range(seeds),
+            frames=frames,
+            device=place,
+            dtype=getattr(torch, automatic if dtype is Precision.auto else dtype.value),
+            policy=policy,
+            options=options,
+            command=command_text(context.obj),
+            as_json=json,
+            world_file=world,
+            walks_file=walks,
+        )
+        result = session.run(advance)
+        if table is not None:
+            write_csv(table, result.rows)
+    session.show(result)

@@ -1,0 +1,169 @@
+"""One comparison on the command line: run, keep every result as it comes, write the report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from steadykv.cli.common import (
+    Advance,
+    Interrupted,
+    describe_kept,
+    remove_if_empty,
+)
+from steadykv.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from steadykv.evaluation.collector import ComparisonResult
+    from steadykv.report.video import Frames
+
+# ViZDoom runs 35 tics a second and a frame is 2 of them: 17.5. Slower shows more.
+FRAMES_PER_SECOND = 12
+SINGLE_SCALE, SIDE_SCALE = 4, 3
+REPORT_FILE, SIDE_FILE = "report.html", "side_by_side.mp4"
+
+
+@dataclass
+class Session:
+    """Everything one command needs; ``run`` does it, ``show`` prints what came out."""
+
+    folder: Path
+    methods: Sequence[str]
+    episodes: int | Sequence[int]
+    seeds: Sequence[int]
+    frames: int
+    device: torch.device
+    dtype: torch.dtype
+    policy: dict[str, int]
+    options: dict[str, Any]  # further fields of Protocol
+    command: str
+    as_json: bool
+    world_file: Path | None = None  # None: the shipped ones
+    walks_file: Path | None = None
+    videos: dict[str, Frames] = field(default_factory=dict, init=False)
+    mp4: dict[str, bytes] = field(default_factory=dict, init=False)
+    shown: str = field(default="", init=False)
+
+    def run(self, advance: Advance) -> ComparisonResult:
+        """Run everything and write the report. Raises Interrupted, or what the library raises."""
+        try:
+            result = self._compare(advance)
+            self._report(result, advance)
+        except KeyboardInterrupt:
+            raise Interrupted(f"interrupted; {describe_kept(self.folder)}") from None
+        finally:
+            remove_if_empty(self.folder)
+        return result
+
+    def _compare(self, advance: Advance) -> ComparisonResult:
+        from steadykv.config import CachePolicy
+        from steadykv.evaluation.comparison import run_comparison
+        from steadykv.world import load_episodes, load_world
+
+        episodes = load_episodes(self.episodes, self.walks_file)
+        world = load_world(self.world_file, device=self.device, dtype=self.dtype)
+        self._check_frames(world.config.chunk_frames, episodes.actions.shape[1])
+        policy = CachePolicy(
+            window_frames=world.config.window_frames,
+            sink_frames=world.config.sink_frames,
+            **self.policy,
+        )
+        return run_comparison(
+            world,
+            episodes,
+            self.methods,
+            self.seeds,
+            self.frames,
+            policy=policy,
+            out_dir=self.folder,
+            on_progress=lambda done, total, label: advance(done, total, _step(label)),
+            on_video=self._keep_video,
+            **self.options,
+        )
+
+    def _check_frames(self, chunk: int, held: int) -> None:
+        """Refuse a length that the world cannot generate. Raises ConfigError."""
+        most = (held - chunk) // chunk * chunk
+        if self.frames % chunk or self.frames > most:
+            raise ConfigError(
+                f"--frames: got {self.frames}, expected a multiple of {chunk} up to {most}; try "
+                f"{min(most, max(chunk, round(self.frames / chunk) * chunk))}"
+            )
+
+    def _keep_video(self, method: str, episode: str, seed: int, video: torch.Tensor) -> None:
+        """Write a method's MP4 as soon as its walk is done."""
+        from steadykv.evaluation.results import write_bytes_atomically
+        from steadykv.report.video import encode_mp4, enlarge
+
+        frames = video.numpy()
+        data = encode_mp4(enlarge(frames, SINGLE_SCALE), FRAMES_PER_SECOND)
+        write_bytes_atomically(self.folder / video_file(method), data)
+        self.videos[method], self.mp4[method] = frames, data
+        self.shown = f"The videos show episode {episode} with noise seed {seed}."
+
+    def _report(self, result: ComparisonResult, advance: Advance) -> None:
+        from steadykv.evaluation.results import write_bytes_atomically
+        from steadykv.report.pages import Report, report_page, side_captions
+        from steadykv.report.video import encode_mp4, side_by_side
+
+        advance(0, 2, "writing the side-by-side video")
+        several = len(result.records) > len(result.rows)
+        report = Report(
+            rows=result.rows,
+            videos=self.videos,
+            mp4=self.mp4,
+            shift=result.shift,
+            fps=FRAMES_PER_SECOND,
+            command=self.command,
+            shown=f"{self.shown} The numbers below are means over all walks." if several else "",
+        )
+        captions = side_captions(report)
+        sheet = side_by_side({name: self.videos[name] for name in captions}, captions, SIDE_SCALE)
+        data = encode_mp4(sheet, FRAMES_PER_SECOND)
+        write_bytes_atomically(self.folder / SIDE_FILE, data)
+        advance(1, 2, "writing the report")
+        write_bytes_atomically(self.folder / REPORT_FILE, report_page(report).encode())
+
+    def show(self, result: ComparisonResult) -> None:
+        """Print the table and where the report is, or everything as JSON."""
+        report = self.folder / REPORT_FILE
+        if self.as_json:
+            outcome = {
+                "folder": str(self.folder),
+                "report": str(report),
+                "videos": {name: str(self.folder / video_file(name)) for name in self.mp4},
+                "side_by_side": str(self.folder / SIDE_FILE),
+                "metrics": result.rows,
+            }
+            print(json.dumps(outcome, allow_nan=False))
+            return
+        from rich.console import Console
+
+        from steadykv.report.terminal import result_table
+        from steadykv.report.text import lead
+
+        console = Console()
+        console.print(result_table(result.rows, console.width))
+        for sentence in lead(result.rows):
+            console.print(sentence, highlight=False)
+        console.print()
+        console.print(f"report: {report.resolve()}", highlight=False, soft_wrap=True)
+
+
+def _step(label: str) -> str:
+    """What the bar shows of the comparison's own label, "qvg, rollouts 1-4 of 12"."""
+    from steadykv.report.text import method_title
+
+    name, _, walks = label.partition(", rollouts ")
+    title = method_title(name)
+    return title if walks == "1-1 of 1" else f"{title}, walks {walks}"
+
+
+def video_file(method: str) -> str:
+    """File name of a method's video; a colon is no part of file names everywhere."""
+    return f"{method.replace(':', '-')}.mp4"

@@ -1,0 +1,1 @@
+"""Results as pages, plots, tables and videos."""

@@ -1,0 +1,55 @@
+"""The tables of the report: every method's numbers, and differences to one method."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from steadykv.evaluation.protocol import FLOOR
+from steadykv.report import html, text
+from steadykv.report.measures import Measure, is_best, measures
+
+Row = Mapping[str, Any]
+
+
+def number_table(rows: Sequence[Row], series: Mapping[str, int]) -> str:
+    """The numbers of every method; the best of those that pack something is marked."""
+    columns = measures(rows)
+    lines = []
+    for row in rows:
+        is_floor = row["method"] == FLOOR
+        # The floor's cache is the original's: only its video says something.
+        cells = [
+            html.Cell("–") if is_floor and measure.is_size else _cell(measure, row, rows)
+            for measure in columns
+        ]
+        title = text.method_title(row["method"])
+        lines.append(html.Row(title, cells, series.get(row["method"]), is_floor))
+    return html.table([html.Column(m.title, m.unit, m.meaning) for m in columns], lines)
+
+
+def paired_table(rows: Sequence[Row], series: Mapping[str, int], against: str) -> str:
+    """Differences to one method, walk by walk, with their intervals."""
+    columns = [m for m in measures(rows) if m.better is not None and not m.is_size]
+    lines = []
+    for row in text.packed_rows(rows):
+        if row["paired"] is not None:
+            found = [measure.paired(row) for measure in columns]
+            cells = [html.Cell("–") if pair is None else html.Cell(*pair) for pair in found]
+            title = text.method_title(row["method"])
+            lines.append(html.Row(title, cells, series[row["method"]]))
+    head = [html.Column(m.title, m.unit, m.meaning) for m in columns]
+    return html.table(head, lines, first=f"minus {text.method_title(against)}")
+
+
+def _cell(measure: Measure, row: Row, rows: Sequence[Row]) -> html.Cell:
+    value = measure.value(row)
+    if value is None:
+        return html.Cell("–")
+    largest = max(found for found in map(measure.value, rows) if found is not None)
+    return html.Cell(
+        measure.show(value),
+        detail=measure.detail(row),
+        is_best=is_best(measure, row, rows),
+        bar=value / largest if measure.has_bar and largest else None,
+    )

@@ -1,0 +1,50 @@
+"""The table of results for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich import box
+from rich.table import Table
+
+from steadykv.evaluation.protocol import FLOOR
+from steadykv.report.measures import Measure, is_best, measures
+from steadykv.report.text import method_title
+
+Row = Mapping[str, Any]
+
+NARROW = 92  # columns of a terminal below which the peak is left to the report
+
+
+def result_table(rows: Sequence[Row], width: int) -> Table:
+    """What the report shows, less the PSNR windows between the first and the longest.
+
+    ``width`` is that of the terminal in characters.
+    """
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("cache", min_width=len("noise floor"))
+    columns = _columns(measures(rows), width)
+    for column in columns:
+        table.add_column(column.short, justify="right", no_wrap=True)
+    for row in rows:
+        is_floor = row["method"] == FLOOR
+        cells = []
+        for column in columns:
+            value = column.value(row)
+            if value is None or (is_floor and column.is_size):
+                cells.append("–")
+            elif is_best(column, row, rows):
+                cells.append(f"[bold green]{column.show(value)}[/bold green]")
+            else:
+                cells.append(column.show(value))
+        table.add_row(method_title(row["method"]), *cells, style="dim" if is_floor else None)
+    return table
+
+
+def _columns(columns: Sequence[Measure], width: int) -> list[Measure]:
+    windows = [column for column in columns if column.path[0] == "psnr_windows"]
+    left_out = windows[1:-1]
+    if width < NARROW:
+        left_out += [column for column in columns if column.path[0] == "peak_bytes"]
+    return [column for column in columns if column not in left_out]

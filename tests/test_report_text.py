@@ -1,0 +1,129 @@
+"""Words for numbers: whoever is ahead in the rows is ahead in the sentence."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from steadykv.evaluation.protocol import FLOOR
+from steadykv.report import text
+
+
+def row(method: str, psnr: float, flicker: float = 0.02, bits: float = 3.0, **more: Any) -> Any:
+    keys, _, values = method.partition(":")
+    dense = method == FLOOR
+    return {
+        "method": method,
+        "keys": "bf16" if dense else keys,
+        "values": "bf16" if dense else values or keys,
+        "bits_per_element": bits,
+        "psnr": psnr,
+        "flicker_error": flicker,
+        "resident_bytes": 14 << 20,
+        "n_rollouts": 1,
+        "n_episodes": 1,
+        "identical_rollouts": 0,
+        "intervals": None,
+    } | more
+
+
+ORIGINAL = row("bf16", 100.0, 0.0, 16.0, identical_rollouts=1)
+
+
+@pytest.mark.parametrize(("best", "worst"), [("quantwm", "qvg"), ("qvg", "quantwm")])
+def test_the_sentence_follows_the_numbers(best: str, worst: str) -> None:
+    rows = [ORIGINAL, row("kivi", 34.0), row(worst, 27.0, 0.03), row(best, 41.0, 0.01)]
+    sentence = text.second_sentence(rows)
+    first, second = (sentence.index(text.method_title(name)) for name in (best, worst))
+    assert first < second
+    assert "41.0 dB: small differences in texture" in sentence
+    assert "27.0 dB: plainly visible differences" in sentence
+    assert "3.0 times as much false flicker" in sentence
+
+
+def test_less_flicker_of_the_farthest_is_said_too() -> None:
+    sentence = text.second_sentence([ORIGINAL, row("kivi", 40.0, 0.02), row("qvg", 30.0, 0.01)])
+    assert "less false flicker (0.50 times" in sentence
+
+
+def test_methods_that_hardly_differ_are_not_ranked() -> None:
+    sentence = text.second_sentence([ORIGINAL, row("qvg", 35.2), row("quantwm", 35.5)])
+    assert sentence.startswith("Nothing sets the methods apart")
+    assert "0.3 dB" in sentence
+
+
+def test_within_the_noise_floor_is_no_difference() -> None:
+    rows = [ORIGINAL, row("quantwm", 50.1), row("qvg", 30.0), row(FLOOR, 50.0, 0.0, 16.0)]
+    assert "rounding noise" in text.second_sentence(rows)
+    assert "(50.0 dB" in text.about_psnr(rows)
+
+
+def test_identical_pictures_have_no_decibels() -> None:
+    same = row("bf16:bf16", 100.0, 0.0, 16.0)
+    assert text.packed_rows([same]) == []
+    identical = row("kivi_recent", 100.0, 0.0, identical_rollouts=1)
+    assert "no difference at all" in text.second_sentence([ORIGINAL, identical])
+
+
+def test_without_a_packing_method_nothing_is_claimed() -> None:
+    lead = text.lead([ORIGINAL])
+    assert "one video" in lead[0]
+    assert "nothing to compare" in lead[1]
+
+
+def test_two_videos_are_both() -> None:
+    rows = [ORIGINAL, row("qvg", 30.0)]
+    assert text.first_sentence(rows).startswith("Both videos are the same walk")
+    assert text.second_sentence(rows) == (
+        "Compared with the original, QVG comes out at 30.0 dB: differences that show side by side."
+    )
+
+
+@pytest.mark.parametrize("rollouts", [1, 96])
+def test_the_lead_is_two_sentences_with_every_size(rollouts: int) -> None:
+    more = {"n_rollouts": rollouts, "n_episodes": rollouts}
+    rows = [
+        ORIGINAL | more,
+        row("kivi", 34.0, bits=3.0, **more),
+        row("qvg", 30.0, bits=2.63, **more),
+    ]
+    lead = text.lead(rows)
+    assert len(lead) == 2
+    assert all(sentence.endswith(".") for sentence in lead)
+    # Inside a sentence a full stop is only part of a number.
+    assert not any(". " in sentence for sentence in lead)
+    assert "3.0 with KIVI" in lead[0]
+    assert "2.6 with QVG" in lead[0]
+    assert (f"{rollouts} walks" in lead[0]) == (rollouts > 1)
+
+
+@pytest.mark.parametrize(
+    ("method", "title"),
+    [("quantwm", "QuantWM"), ("quantwm:bf16", "QuantWM : BF16"), ("novel", "novel")],
+)
+def test_titles(method: str, title: str) -> None:
+    assert text.method_title(method) == title
+
+
+def test_the_explanation_names_the_numbers_of_this_run() -> None:
+    rows = [ORIGINAL, row("kivi", 34.0, bits=3.0), row("qvg", 30.0, bits=2.63)]
+    words = " ".join(text.what_it_is(rows, first_packed=6, context=3))
+    assert "14.0 MiB" in words
+    assert "2.6 to 3.0 bits" in words
+    assert "number 6" in words
+
+
+def test_the_shown_query_is_described_with_titles() -> None:
+    example = {
+        "chosen": "chosen because quantwm:bf16 keeps it and qvg moves it",
+        "selected": {"bf16": None, "qvg": None, "quantwm": None, "quantwm:bf16": None},
+    }
+    assert "because QuantWM : BF16 keeps it and QVG moves it" in text.about_shift(example)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "shown"), [(2.5 * 2**20, "2.50 MiB"), (14 << 20, "14.0 MiB"), (400 << 20, "400 MiB")]
+)
+def test_mebibytes(nbytes: float, shown: str) -> None:
+    assert text.mebibytes(nbytes) == shown
