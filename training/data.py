@@ -1,10 +1,10 @@
 """Record wandering walks through Freedoom maps with ViZDoom: frames and the actions between them.
 
-    python training/data.py --out /tmp/walks --walks 2400 --workers 16
+    python training/data.py --recipe training/version2.json --out /tmp/walks
 
-A walk begins at the map's own start, wanders unseen for up to `--prelude` frames, and is then
-recorded for `--steps` (held-out walks: for 723, so that a rollout can be steered for that long).
-One file holds the walks of one engine process: `frames` uint8 [N, 96, 128, 3] (RGB), `actions`
+A walk begins at the map's own start, wanders unseen for up to `prelude` frames, and is then
+recorded for `steps` (held-out walks: for 723, so that a rollout can be steered for that long).
+One file holds the walks of one engine process: `frames` uint8 [N, H, W, 3] (RGB), `actions`
 uint8 [N] and `lengths` int64 [walks]; `actions[i]` is the bit mask of the buttons held between
 frame i-1 and frame i (bit 0 forward, 1 turn left, 2 turn right, 3 use). Held-out walks have seeds
 and files of their own, named `heldout-*`; training never reads those.
@@ -16,6 +16,7 @@ turns at random now and then, and opens doors, so that it leaves rooms instead o
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import itertools
 import multiprocessing
 import os
@@ -30,8 +31,8 @@ import numpy as np
 
 if TYPE_CHECKING:
     import vizdoom
+    from recipe import Recording
 
-HEIGHT, WIDTH = 96, 128
 FORWARD, LEFT, RIGHT, USE = 1, 2, 4, 8
 TICS_PER_FRAME = 2
 # name -> (wad, map); a map must belong to its wad: a wrong pair hangs at init.
@@ -116,37 +117,6 @@ class Wanderer:
         return buttons
 
 
-def record_walk(
-    game: vizdoom.DoomGame, seed: int, steps: int, prelude: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """One walk of up to `steps` frames; shorter if the map ends.
-
-    Returns frames uint8 [N,96,128,3] and actions uint8 [N].
-    """
-    import cv2
-
-    rng = np.random.default_rng(seed)
-    walker = Wanderer(rng)
-    game.set_seed(seed)
-    game.new_episode()
-    game.send_game_command("iddqd")
-    unseen, buttons, frames, actions = int(rng.integers(prelude + 1)), 0, [], []
-    for i in range(unseen + steps):
-        if game.is_episode_finished():
-            break
-        state = game.get_state()
-        if i >= unseen:
-            frames.append(
-                cv2.resize(state.screen_buffer, (WIDTH, HEIGHT), interpolation=cv2.INTER_AREA)
-            )
-            actions.append(buttons)
-        buttons = walker.act(state.depth_buffer)
-        game.make_action([bool(buttons & b) for b in (FORWARD, LEFT, RIGHT, USE)], TICS_PER_FRAME)
-    if not frames:
-        return np.empty((0, HEIGHT, WIDTH, 3), np.uint8), np.empty(0, np.uint8)
-    return np.stack(frames), np.array(actions, np.uint8)
-
-
 @dataclass(frozen=True)
 class File:
     """One file to record: `walks` walks through one map."""
@@ -155,24 +125,59 @@ class File:
     map_name: str
     index: int
     walks: int
-    steps: int
+    steps: int  # recorded frames of a walk
+    prelude: int  # most frames walked before recording
+    size: tuple[int, int]  # width and height of a frame
     held_out: bool
 
 
-def plan(maps: list[str], walks: int, steps: int) -> list[File]:
+def record_walk(game: vizdoom.DoomGame, seed: int, file: File) -> tuple[np.ndarray, np.ndarray]:
+    """One walk of up to `steps` frames; shorter if the map ends.
+
+    Returns frames uint8 [N,H,W,3] and actions uint8 [N].
+    """
+    import cv2
+
+    rng = np.random.default_rng(seed)
+    walker = Wanderer(rng)
+    game.set_seed(seed)
+    game.new_episode()
+    game.send_game_command("iddqd")
+    unseen, buttons, frames, actions = int(rng.integers(file.prelude + 1)), 0, [], []
+    for i in range(unseen + file.steps):
+        if game.is_episode_finished():
+            break
+        state = game.get_state()
+        if i >= unseen:
+            frames.append(cv2.resize(state.screen_buffer, file.size, interpolation=cv2.INTER_AREA))
+            actions.append(buttons)
+        buttons = walker.act(state.depth_buffer)
+        game.make_action([bool(buttons & b) for b in (FORWARD, LEFT, RIGHT, USE)], TICS_PER_FRAME)
+    if not frames:
+        return np.empty((0, *file.size[::-1], 3), np.uint8), np.empty(0, np.uint8)
+    return np.stack(frames), np.array(actions, np.uint8)
+
+
+def plan(recording: Recording, size: tuple[int, int]) -> list[File]:
     """Every file of a data set, the held-out ones first; the maps take turns."""
+    prelude, steps = recording.prelude, recording.steps
     each = max(1, FRAMES_A_FILE // steps)
-    held_out = [
-        File(f"heldout-{m}-{i:03d}", m, i, HELD_OUT_WALKS_A_FILE, HELD_OUT_STEPS, True)
-        for i, m in enumerate(itertools.islice(itertools.cycle(maps), HELD_OUT_FILES))
-    ]
-    return held_out + [
-        File(f"train-{m}-{i:03d}", m, i, each, steps, False)
-        for i, m in enumerate(itertools.islice(itertools.cycle(maps), walks // each))
+
+    def files(kind: str, count: int, walks: int, length: int) -> list[File]:
+        maps = enumerate(itertools.islice(itertools.cycle(recording.maps), count))
+        held_out = kind == "heldout"
+        return [
+            File(f"{kind}-{m}-{i:03d}", m, i, walks, length, prelude, size, held_out)
+            for i, m in maps
+        ]
+
+    return [
+        *files("heldout", HELD_OUT_FILES, HELD_OUT_WALKS_A_FILE, HELD_OUT_STEPS),
+        *files("train", recording.walks // each, each, steps),
     ]
 
 
-def _work(files: list[File], prelude: int, out: Path, attempt: int) -> None:
+def _work(files: list[File], out: Path, attempt: int) -> None:
     """Record files in this process, in a folder of its own.
 
     The engine writes into its working directory.
@@ -187,7 +192,7 @@ def _work(files: list[File], prelude: int, out: Path, attempt: int) -> None:
             shortest = file.steps if file.held_out else min(60, file.steps)
             while len(walks) < file.walks:
                 seed += 1
-                walk = record_walk(game, seed, file.steps, prelude)
+                walk = record_walk(game, seed, file)
                 if len(walk[0]) >= shortest:  # a map may end early
                     walks.append(walk)
             game.close()
@@ -203,7 +208,7 @@ def _work(files: list[File], prelude: int, out: Path, attempt: int) -> None:
             temporary.rename(out / f"{file.name}.npz")
 
 
-def record_all(files: list[File], prelude: int, out: Path, workers: int) -> int:
+def record_all(files: list[File], out: Path, workers: int) -> int:
     """Record every file; returns how many there are in the end.
 
     A process that dies (the engine does, now and then) is replaced, three times.
@@ -215,7 +220,7 @@ def record_all(files: list[File], prelude: int, out: Path, workers: int) -> int:
         processes = []
         for worker in range(min(workers, len(missing))):
             mine = missing[worker::workers]
-            process = context.Process(target=_work, args=(mine, prelude, out, attempt), daemon=True)
+            process = context.Process(target=_work, args=(mine, out, attempt), daemon=True)
             process.start()
             processes.append(process)
         while any(process.is_alive() for process in processes):
@@ -226,24 +231,24 @@ def record_all(files: list[File], prelude: int, out: Path, workers: int) -> int:
 
 
 def main() -> None:
+    from recipe import read_recipe  # not above: it brings torch, and every worker imports this file
+
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--recipe", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--walks", type=int, default=2400)
-    parser.add_argument("--steps", type=int, default=130, help="recorded frames of a training walk")
-    parser.add_argument(
-        "--prelude", type=int, default=40, help="most frames walked before recording"
-    )
-    parser.add_argument(
-        "--maps", nargs="+", default=["E1M1", "MAP01", "my_way_home"], choices=list(MAPS)
-    )
+    parser.add_argument("--walks", type=int, help="another number of walks than the recipe's")
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
+    recipe = read_recipe(arguments.recipe)
+    recording = recipe.recording
+    if arguments.walks is not None:
+        recording = dataclasses.replace(recording, walks=arguments.walks)
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    files = plan(arguments.maps, arguments.walks, arguments.steps)
-    recorded = record_all(files, arguments.prelude, out, arguments.workers)
+    files = plan(recording, (recipe.world.image_width, recipe.world.image_height))
+    recorded = record_all(files, out, arguments.workers)
     (out / "DONE").write_text(f"{recorded} of {len(files)} files\n")
     if recorded < len(files):
         raise SystemExit(

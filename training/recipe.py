@@ -24,10 +24,21 @@ class Phase:
 
 
 @dataclass(frozen=True)
+class Recording:
+    """The walks to learn from; frames have the size of the world's."""
+
+    maps: tuple[str, ...]
+    walks: int
+    steps: int = 130  # recorded frames of a training walk
+    prelude: int = 40  # most frames walked before recording
+
+
+@dataclass(frozen=True)
 class Recipe:
     """Model, losses and schedule of one run; times of the flow are 0 for noise and 1 for clean."""
 
     world: WorldConfig
+    recording: Recording
     phases: tuple[Phase, ...]
     rate: float = 1.5e-3  # peak learning rate
     time_shift: float = -0.4  # centre of the logit-normal flow times
@@ -40,8 +51,10 @@ def read_recipe(path: Path) -> Recipe:
     """Every field of the file must be one of the above; those it leaves out keep their default."""
     values = json.loads(path.read_text())
     world = WorldConfig.from_dict(values.pop("world"))
+    recording = values.pop("recording")
+    recording = Recording(**recording | {"maps": tuple(recording["maps"])})
     phases = tuple(Phase(**phase) for phase in values.pop("phases"))
-    return Recipe(world=world, phases=phases, **values)
+    return Recipe(world=world, recording=recording, phases=phases, **values)
 
 
 def tiny(recipe: Recipe) -> Recipe:

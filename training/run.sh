@@ -8,7 +8,7 @@ here=$(cd "$(dirname "$0")" && pwd)
 export PYTHONPATH="$here/../src${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
 mkdir -p "$out"
 gpus=$(python3 -c 'import torch; print(torch.cuda.device_count())')
-OMP_NUM_THREADS=1 nice python3 "$here/data.py" --out "$out/walks" >"$out/data.log" 2>&1 &
+OMP_NUM_THREADS=1 nice python3 "$here/data.py" --recipe "$recipe" --out "$out/walks" >"$out/data.log" 2>&1 &
 torchrun --standalone --nproc-per-node="$gpus" "$here/train.py" \
   --recipe "$recipe" --walks "$out/walks" --out "$out/run" --seconds "$seconds" >"$out/train.log" 2>&1
 python3 "$here/evaluate.py" --walks "$out/walks" --weights "$out/run/average.safetensors" \

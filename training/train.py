@@ -229,12 +229,10 @@ def train(
     rng: np.random.Generator,
 ) -> None:
     """Step after step until the time is over."""
-    model, config = learner.model, learner.model.config
+    model = learner.model
     while (progress := clock.read(learner.steps)) < 1:
         step = next(step for step in steps if progress < step.phase.until)
         frames, actions = walks.sample(step.phase.batch, step.phase.frames, rng)
-        # a crop only with --tiny
-        frames = frames[:, :, : config.image_height, : config.image_width]
         loss = step(model.normalise(frames), actions, generator)
         norm = learner.update(progress)
         if journal is not None:
@@ -255,7 +253,7 @@ def main() -> None:
     rng = np.random.default_rng(1 + process.rank)
     arguments.out.mkdir(parents=True, exist_ok=True)
 
-    walks = Walks(arguments.walks, process.device, arguments.capacity)
+    walks = Walks(arguments.walks, process.device, arguments.capacity, recipe.world)
     compiled = not arguments.tiny
     steps = [Step(model, recipe, phase, process.device, compiled) for phase in recipe.phases]
     began = time.time()

@@ -9,14 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from data import HEIGHT, WIDTH
+
+from steadykv.world.config import WorldConfig
 
 
 class Walks:
     """All training walks as uint8 on `device`; `sample` draws from those loaded so far."""
 
-    def __init__(self, folder: Path, device: str, capacity: int):
-        self.frames = torch.empty(capacity, HEIGHT, WIDTH, 3, dtype=torch.uint8, device=device)
+    def __init__(self, folder: Path, device: str, capacity: int, config: WorldConfig):
+        size = (config.image_height, config.image_width)
+        self.frames = torch.empty(capacity, *size, 3, dtype=torch.uint8, device=device)
         self.actions = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.spans: list[tuple[int, int]] = []  # (first frame, count) of each loaded walk
         self.used, self.folder, self.lock = 0, folder, threading.Lock()

@@ -73,6 +73,20 @@ def read_world(path: Path) -> tuple[WorldConfig, dict[str, torch.Tensor], dict[s
             f"{path}: got format {header.get('format')!r} version {header.get('version')!r}, "
             f"expected {FORMAT!r} version {VERSION}; make it with training/export.py"
         )
+    try:
+        state = _dequantized(tensors)
+        config = WorldConfig.from_dict(json.loads(header["config"]))
+        notes = json.loads(header["notes"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise PayloadError(
+            f"{path}: got a damaged header or tensor ({error}), expected world weights; "
+            "export them again"
+        ) from error
+    return config, state, notes
+
+
+def _dequantized(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """FP32 parameters: 8-bit rows times their scales, everything else as it is."""
     state = {}
     for name, tensor in tensors.items():
         if name.endswith(".codes"):
@@ -80,7 +94,7 @@ def read_world(path: Path) -> tuple[WorldConfig, dict[str, torch.Tensor], dict[s
             state[stem] = tensor.float() * tensors[f"{stem}.scale"].float()[:, None]
         elif not name.endswith(".scale"):
             state[name] = tensor.float()
-    return WorldConfig.from_dict(json.loads(header["config"])), state, json.loads(header["notes"])
+    return state
 
 
 def load_world(
@@ -101,10 +115,17 @@ def load_world(
         config, state, _ = read_world(Path(path))
     with torch.device("meta"):
         world = WorldModel(config)
-    missing = world.load_state_dict(state, strict=False, assign=True)
-    if missing.missing_keys or missing.unexpected_keys:
+    wanted = {name: parameter.shape for name, parameter in world.named_parameters()}
+    wrong = {
+        "missing": wanted.keys() - state.keys(),
+        "unexpected": state.keys() - wanted.keys(),
+        "misshapen": {n for n in wanted.keys() & state.keys() if state[n].shape != wanted[n]},
+    }
+    found = " and ".join(f"{kind} {sorted(names)[:5]}" for kind, names in wrong.items() if names)
+    if found:
         raise PayloadError(
-            f"world weights: got missing {missing.missing_keys} and unexpected "
-            f"{missing.unexpected_keys}, expected exactly the model's parameters; export them again"
+            f"world weights: got {found}, expected exactly the model's parameters; "
+            "export them again"
         )
+    world.load_state_dict(state, assign=True)
     return world.to(device=device, dtype=dtype).eval().requires_grad_(False)
