@@ -113,8 +113,9 @@ class Step:
         last = self._predict(history, history_times, x, times + levels[-1], actions)
         first = self.config.chunk_frames  # the first chunk is never sampled in use
         last, clean = last[:, first:], clean[:, first:]
+        weight = max(1 - levels[-1], self.recipe.weight_floor) ** -2  # as in the velocity error
         detail = self.phase.detail_weight * detail_loss(last, clean)
-        return (last - clean).square().mean() + detail
+        return weight * ((last - clean).square().mean() + detail)
 
     def _noised(
         self, frames: torch.Tensor, times: torch.Tensor, generator: torch.Generator
