@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from steadykv.errors import ConfigError, ShapeError
+from steadykv.cache import KVCache
+from steadykv.config import preset
+from steadykv.errors import ConfigError, NonFiniteError, ShapeError
 from steadykv.world import Episodes, WorldConfig, WorldModel, rollout
 from steadykv.world.rope import apply_rope, rope_table
 from steadykv.world.sampler import CachedAttention, KeyRope, row_noise
@@ -41,12 +44,13 @@ def small_episodes(rows: int = 2, actions: int = 30) -> Episodes:
     )
 
 
-@pytest.mark.parametrize("key_rope", ["post", "pre"])
+@pytest.mark.parametrize(("key_rope", "sink"), [("post", 0), ("pre", 0), ("post", 3), ("pre", 3)])
 @torch.no_grad()
-def test_training_forward_equals_cached_passes(key_rope: KeyRope) -> None:
+def test_training_forward_equals_cached_passes(key_rope: KeyRope, sink: int) -> None:
     from losses import ForcedAttention, predict
 
-    world, config, frames = small_world(), SMALL, 15
+    config, frames = dataclasses.replace(SMALL, sink_frames=sink), 15
+    world = small_world(config)
     generator = torch.Generator().manual_seed(1)
     shape = (2, frames, config.image_height, config.image_width, 3)
     history, noisy = (torch.randn(shape, generator=generator) for _ in range(2))
@@ -64,7 +68,15 @@ def test_training_forward_equals_cached_passes(key_rope: KeyRope) -> None:
         (torch.cat((cosine, cosine)), torch.cat((sine, sine))),
     )
 
-    cache = PlainCache(config.num_layers, config.window_frames * config.frame_tokens, torch.float32)
+    cache = KVCache(
+        config.num_layers,
+        config.num_heads,
+        config.head_dim,
+        config.frame_tokens,
+        preset("bf16", window_frames=config.window_frames, sink_frames=sink),
+        layout="BSHD",
+        dtype=torch.float32,
+    )
     attend = CachedAttention(config, cache, "math", key_rope, torch.float32)
     for chunk in range(frames // 3):
         span = slice(3 * chunk, 3 * chunk + 3)
@@ -135,6 +147,24 @@ def test_bad_arguments_are_named(
 ) -> None:
     with pytest.raises(error, match=word):
         rollout(small_world(), small_episodes(), PlainCache(2), **arguments)
+
+
+def test_episodes_of_another_world_are_named() -> None:
+    world, episodes = small_world(), small_episodes()
+    wide = dataclasses.replace(episodes, frames=torch.zeros(2, 3, 16, 32, 3, dtype=torch.uint8))
+    with pytest.raises(ShapeError, match=r"16, 32"):
+        rollout(world, wide, PlainCache(2), 9)
+    unknown = dataclasses.replace(episodes, actions=episodes.actions + 16)
+    with pytest.raises(ConfigError, match="actions"):
+        rollout(world, unknown, PlainCache(2), 9)
+
+
+def test_a_model_that_breaks_down_is_named() -> None:
+    world = small_world()
+    with torch.no_grad():
+        world.head.bias.fill_(float("nan"))
+    with pytest.raises(NonFiniteError, match="chunk 1"):
+        rollout(world, small_episodes(), PlainCache(2), 9)
 
 
 def test_rope_is_relative_and_exact_far_out() -> None:

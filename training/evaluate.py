@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import itertools
 import json
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -24,8 +23,8 @@ import numpy as np
 import torch
 from checkpoint import load_any
 from data import HELD_OUT_STEPS, LEFT, RIGHT
+from speed import new_cache, speed
 
-from steadykv import KVCache, preset
 from steadykv.evaluation.metrics import frame_mse, psnr_from_mse
 from steadykv.world import Episodes, WorldModel, rollout
 from steadykv.world.episodes import save_episodes
@@ -130,23 +129,6 @@ def measures(
     return out
 
 
-def new_cache(world: WorldModel) -> KVCache:
-    """A BF16 cache with the model's own window."""
-    config = world.config
-    cache_config = preset(
-        "bf16", window_frames=config.window_frames, sink_frames=config.sink_frames
-    )
-    return KVCache(
-        config.num_layers,
-        config.num_heads,
-        config.head_dim,
-        config.frame_tokens,
-        cache_config,
-        layout="BSHD",
-        device=world.embed.weight.device,
-    )
-
-
 def with_sampling(world: WorldModel, levels: tuple[float, ...], commit_time: float) -> WorldModel:
     """The same weights, sampled differently."""
     world.config = dataclasses.replace(world.config, noise_levels=levels, commit_time=commit_time)
@@ -180,14 +162,6 @@ def long_run(
         "device_bytes_chunk_20": sizes[20][1],
         "device_bytes_end": sizes[-1][1],
     }, video
-
-
-def speed(world: WorldModel, episodes: Episodes) -> float:
-    """Frames a second at batch 1, from the second rollout of 48 frames."""
-    rollout(world, episodes.select([0]), new_cache(world), 48)
-    began = time.perf_counter()
-    rollout(world, episodes.select([0]), new_cache(world), 48)
-    return 48 / (time.perf_counter() - began)
 
 
 def contact_sheet(path: Path, videos: torch.Tensor, columns: Iterable[int]) -> None:
@@ -242,13 +216,12 @@ def judge_held_out(
 
 
 def judge_long_run(world: WorldModel, episodes: Episodes, out: Path) -> dict[str, Any]:
-    """Speed, and a quarter of the rows for 700 frames; six of them go to `long.png`."""
-    frames_per_second = speed(world, episodes)
+    """A quarter of the rows for 700 frames; six of them go to `long.png`."""
     numbers, video = long_run(world, episodes.select(range(0, len(episodes), 4)))
     contact_sheet(out / "long.png", video[:6], (2, *range(98, 699, 100)))
     text = json.dumps(numbers, indent=1)
-    print("long:", text, f"{frames_per_second:.1f} frames/s", flush=True)
-    return {"frames_per_second": frames_per_second, "long_run": numbers}
+    print("long:", text, flush=True)
+    return {"long_run": numbers}
 
 
 def main() -> None:
@@ -261,6 +234,8 @@ def main() -> None:
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if on_gpu else "cpu",
     }
+    report["speed"] = speed(world)
+    print("speed:", json.dumps(report["speed"]), flush=True)
     if arguments.sweep:
         report["sweep"] = sweep(world, arguments.walks)
 

@@ -26,13 +26,14 @@ Visible = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], tor
 def visibility(config: WorldConfig, frames: int) -> Visible:
     """Tokens are [history of all chunks | noisy version of all chunks], `frames` frames each.
 
-    A history chunk sees itself and the chunks before it in the window; a noisy chunk sees itself
-    and the *history* of the chunks before it: exactly what the passes of a rollout see through a
-    cache.
+    A history chunk sees itself and the chunks before it in the window and the sink; a noisy chunk
+    sees itself and the *history* of those: exactly what the passes of a rollout see through a
+    cache. The window counts the sink, as the cache's policy does.
     """
     half = frames * config.frame_tokens
     chunk_tokens = config.chunk_frames * config.frame_tokens
-    window = config.window_frames // config.chunk_frames
+    sink = config.sink_frames // config.chunk_frames
+    recent = config.window_frames // config.chunk_frames - sink
 
     def visible(
         _b: torch.Tensor, _h: torch.Tensor, query: torch.Tensor, key: torch.Tensor
@@ -40,7 +41,7 @@ def visibility(config: WorldConfig, frames: int) -> Visible:
         query_noisy, key_noisy = query >= half, key >= half
         query_chunk, key_chunk = (query % half) // chunk_tokens, (key % half) // chunk_tokens
         distance = query_chunk - key_chunk
-        past = ~key_noisy & (distance > 0) & (distance < window)
+        past = ~key_noisy & (distance > 0) & ((distance < recent) | (key_chunk < sink))
         own = (query_noisy == key_noisy) & (distance == 0)
         return past | own
 

@@ -58,8 +58,9 @@ def read_recipe(path: Path) -> Recipe:
 
 
 def tiny(recipe: Recipe) -> Recipe:
-    """The same recipe for a model and a batch that a CPU can train."""
+    """The same recipe for a model and a batch that a CPU can train; frames are cropped to fit."""
+    size = 4 * recipe.world.patch
     small = {"num_layers": 2, "width": 128, "hidden_width": 128}
-    world = dataclasses.replace(recipe.world, image_height=32, image_width=32, **small)
+    world = dataclasses.replace(recipe.world, image_height=size, image_width=size, **small)
     phases = tuple(dataclasses.replace(phase, batch=1) for phase in recipe.phases)
     return dataclasses.replace(recipe, world=world, phases=phases)

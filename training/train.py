@@ -183,10 +183,10 @@ def parse_arguments() -> argparse.Namespace:
         "--seconds", type=float, required=True, help="training time, after compilation"
     )
     parser.add_argument(
-        "--capacity", type=int, default=470_000, help="frames of walks held on the device"
+        "--capacity", type=int, default=600_000, help="most frames of walks held on the device"
     )
     parser.add_argument("--resume", type=Path, help="exported weights to start from")
-    parser.add_argument("--enough", type=int, default=400, help="walks to wait for")
+    parser.add_argument("--enough", type=int, default=200, help="walks to wait for")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--tiny",
@@ -211,12 +211,6 @@ def build_model(recipe: Recipe, resume: Path | None, device: str) -> WorldModel:
     if resume:
         model.load_state_dict(read_world(resume)[1])
     return model
-
-
-def wait_for(walks: Walks, enough: int) -> None:
-    """Until `enough` walks are loaded."""
-    while len(walks.spans) < enough:
-        time.sleep(0.5)
 
 
 def train(
@@ -259,7 +253,7 @@ def main() -> None:
     began = time.time()
     for step in steps:  # compile every graph while the walks are still being recorded
         step.compile(generator)
-    wait_for(walks, arguments.enough)
+    walks.wait(arguments.enough)
 
     is_first = process.rank == 0
     if is_first:

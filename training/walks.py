@@ -14,7 +14,11 @@ from steadykv.world.config import WorldConfig
 
 
 class Walks:
-    """All training walks as uint8 on `device`; `sample` draws from those loaded so far."""
+    """All training walks as uint8 on `device`; `sample` draws from those loaded so far.
+
+    Holds at most `capacity` frames; files beyond that are left out. Frames larger than the model's
+    (a tiny model's on a CPU) are cropped.
+    """
 
     def __init__(self, folder: Path, device: str, capacity: int, config: WorldConfig):
         size = (config.image_height, config.image_width)
@@ -22,7 +26,24 @@ class Walks:
         self.actions = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.spans: list[tuple[int, int]] = []  # (first frame, count) of each loaded walk
         self.used, self.folder, self.lock = 0, folder, threading.Lock()
-        threading.Thread(target=self._fill, daemon=True).start()
+        self.error: Exception | None = None
+        self.complete = False
+        threading.Thread(target=self._run, daemon=True).start()
+
+    def wait(self, enough: int) -> None:
+        """Until `enough` walks are loaded, or all there are; what stopped the loader is raised."""
+        while len(self.spans) < enough and not self.complete and self.error is None:
+            time.sleep(0.5)
+        if self.error is not None:
+            raise RuntimeError(f"walks: {self.folder} could not be loaded") from self.error
+        if not self.spans:
+            raise SystemExit(f"walks: got none in {self.folder}, expected some: run data.py")
+
+    def _run(self) -> None:
+        try:
+            self._fill()
+        except Exception as error:  # raised by wait: a thread's own traceback would be overlooked
+            self.error = error
 
     def _fill(self) -> None:
         seen: set[str] = set()
@@ -33,6 +54,7 @@ class Walks:
                 seen |= {p.name for p in fresh}
                 list(pool.map(self._load, fresh))
                 if last:
+                    self.complete = True
                     return
                 time.sleep(1)
 
@@ -44,7 +66,8 @@ class Walks:
             first, self.used = self.used, self.used + len(frames)
             if self.used > len(self.frames):
                 return
-        self.frames[first : first + len(frames)].copy_(frames)
+        height, width = self.frames.shape[1:3]
+        self.frames[first : first + len(frames)].copy_(frames[:, :height, :width])
         self.actions[first : first + len(frames)].copy_(actions)
         with self.lock:
             for length in lengths:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 import torch
 import torch.nn.functional as F
 
-from steadykv.errors import ConfigError, ShapeError
+from steadykv.errors import ConfigError, NonFiniteError, ShapeError
 from steadykv.world.config import WorldConfig
 from steadykv.world.episodes import Episodes
 from steadykv.world.model import Table, WorldModel
@@ -34,7 +34,7 @@ class LayerLike(Protocol):
 class CacheLike(Protocol):
     """What the model needs of a cache: one object a layer, and the end of a chunk."""
 
-    def __getitem__(self, layer: int) -> Any: ...
+    def __getitem__(self, layer: int) -> LayerLike: ...
     def commit(self) -> None: ...
 
 
@@ -120,6 +120,32 @@ def row_noise(
     return torch.stack(rows)
 
 
+def _check_request(config: WorldConfig, episodes: Episodes, frames: int) -> None:
+    """Refuse what the model cannot generate, before anything is computed."""
+    size = config.chunk_frames
+    if frames < size or frames % size:
+        raise ConfigError(
+            f"frames: got {frames}, expected a positive multiple of {size}; "
+            f"try {-(-frames // size) * size}"
+        )
+    shape = (size, config.image_height, config.image_width, 3)
+    if tuple(episodes.frames.shape[1:]) != shape:
+        raise ShapeError(
+            f"first frames: got {tuple(episodes.frames.shape[1:])} a row, expected {shape} for "
+            "this world; use walks recorded for it"
+        )
+    if episodes.actions.shape[1] < size + frames:
+        raise ShapeError(
+            f"actions: got {episodes.actions.shape[1]} a row, expected {size + frames}; "
+            "ask for fewer frames"
+        )
+    if int(episodes.actions.max()) >= config.num_actions:
+        raise ConfigError(
+            f"actions: got {int(episodes.actions.max())}, expected numbers below "
+            f"{config.num_actions}; use walks recorded for this world"
+        )
+
+
 @torch.no_grad()
 def rollout(
     world: WorldModel,
@@ -137,22 +163,14 @@ def rollout(
     `cache` is empty and laid out "BSHD"; `seeds` holds one seed a row. Returns uint8
     [B, C + frames, H, W, 3] on the CPU, the C = chunk_frames true frames first. Keys and values
     are handed over in `cache_dtype`. `on_chunk(done, total)` is called after each committed chunk.
-    Raises ShapeError when the actions are too few, ConfigError for a length that is no whole
-    number of chunks.
+    Raises ShapeError when first frames or actions do not fit, ConfigError for a length that is no
+    whole number of chunks or an unknown action, NonFiniteError when the model's output is not
+    finite (looked at once a chunk, when its pixels go to the CPU).
     """
     config = world.config
     device, dtype = world.embed.weight.device, world.embed.weight.dtype
     size, batch = config.chunk_frames, len(episodes)
-    if frames < size or frames % size:
-        raise ConfigError(
-            f"frames: got {frames}, expected a positive multiple of {size}; "
-            f"try {-(-frames // size) * size}"
-        )
-    if episodes.actions.shape[1] < size + frames:
-        raise ShapeError(
-            f"actions: got {episodes.actions.shape[1]} a row, expected {size + frames}; "
-            "ask for fewer frames"
-        )
+    _check_request(config, episodes, frames)
     row_seeds = [seeds] * batch if isinstance(seeds, int) else list(seeds)
     if len(row_seeds) != batch:
         raise ShapeError(
@@ -183,6 +201,11 @@ def rollout(
             ):
                 clean = evaluate(x, time, chunk)
                 x = x + (following - time) / (1 - time) * (clean - x)
+            if not bool(torch.isfinite(clean).all()):
+                raise NonFiniteError(
+                    f"chunk {chunk}: got NaN or Inf from the world model, expected finite frames; "
+                    "check its weights, or compute in float32"
+                )
             pixels = world.to_pixels(clean)
             video[:, chunk * size : (chunk + 1) * size] = pixels.cpu()
             clean = world.normalise(pixels)  # history holds what a viewer sees

@@ -1,0 +1,53 @@
+"""The training script runs from start to end on a CPU, with every recipe."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+TRAINING = Path(__file__).parents[1] / "training"
+RECIPES = sorted(TRAINING.glob("version*.json"))
+
+
+def train(recipe: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(TRAINING / "train.py"), "--recipe", str(recipe), "--walks"]
+        + [str(folder), "--out", str(folder / "run"), "--seconds", "2", "--device", "cpu"]
+        + ["--tiny", "--capacity", "1000", "--enough", "1", *options],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_every_recipe_trains_a_tiny_model(recipe: Path, tmp_path: Path) -> None:
+    world = {"image_height": 96, "image_width": 128, **json.loads(recipe.read_text())["world"]}
+    rng = np.random.default_rng(0)
+    frames = rng.integers(0, 256, (120, world["image_height"], world["image_width"], 3), np.uint8)
+    actions = rng.integers(0, 16, 120, np.uint8)
+    np.savez(tmp_path / "train-x-000.npz", frames=frames, actions=actions, lengths=[60, 60])
+    (tmp_path / "DONE").write_text("1 of 1 files")
+    done = train(recipe, tmp_path)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "steps in" in done.stdout
+    assert (tmp_path / "run" / "average.safetensors").exists()
+
+
+def test_an_unreadable_recording_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "train-x-000.npz").write_bytes(b"no recording")
+    done = train(RECIPES[0], tmp_path)
+    assert done.returncode != 0
+    assert "could not be loaded" in done.stderr
+
+
+def test_a_folder_without_walks_ends_the_run(tmp_path: Path) -> None:
+    (tmp_path / "DONE").write_text("0 of 0 files")
+    done = train(RECIPES[0], tmp_path)
+    assert done.returncode != 0
+    assert "run data.py" in done.stderr
