@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import steadykv
-from steadykv.cli.common import command_text, expand_lists, new_folder
+from steadykv.cli.common import command_text, expand_lists, new_folder, report_failure
 from steadykv.cli.main import main
+from steadykv.cli.options import METHODS_HELP
+from steadykv.config import PRESETS
 
 
 @pytest.mark.parametrize(
@@ -66,6 +68,9 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--nonsense"], "--nonsense", "--help"),
         (["demo", "more"], "more", "--help"),
         (["walk"], "walk", "--help"),
+        (["demo", "--keys", "qvg"], "--keys: got 'qvg'", "add --values"),
+        (["compare", "--values", "kivi"], "--values: got 'kivi'", "add --keys"),
+        (["demo", "--keys", "qvg", "--values", "nope"], "'nope'", "quantwm"),
         (["compare", "--seeds", "0"], "'0'", "greater than or equal to 1"),
         (["compare", "--dtype", "half"], "'half'", "bfloat16"),
         (["compare", "--paired", "rtn"], "'rtn'", "quantwm"),
@@ -159,6 +164,31 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("steadykv.cli.env.describe", broken)
     with pytest.raises(ZeroDivisionError):
         main(["env"])
+
+
+def test_help_names_every_preset() -> None:
+    assert all(name in METHODS_HELP for name in PRESETS)
+
+
+@pytest.mark.parametrize(("command", "named"), [("compare", True), ("demo", False)])
+def test_out_of_memory_names_only_options_of_the_command(
+    command: str, named: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert report_failure(MemoryError("none left"), [command]) == 2
+    said = capsys.readouterr().err
+    assert "--frames" in said
+    assert ("--batch" in said) == named
+
+
+def test_an_interrupt_that_the_parser_swallows_is_said(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("steadykv.cli.env.describe", interrupted)
+    assert main(["env"]) == 130
+    assert capsys.readouterr().err == "steadykv: interrupted\n"
 
 
 def test_version_needs_no_torch() -> None:

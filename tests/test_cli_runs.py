@@ -5,11 +5,13 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from steadykv.evaluation.results import read_metrics
 from steadykv.report.video import decode_mp4
 from steadykv.world.episodes import save_episodes
 from steadykv.world.weights import save_world
-from tests.worlds import TINY, tiny_episodes, tiny_world
+from tests.worlds import TINY, broken_world, tiny_episodes, tiny_world
 
 
 @pytest.fixture(scope="module")
@@ -115,8 +117,10 @@ def test_what_the_world_cannot_do_is_refused_in_one_line(
     assert not list(tmp_path.iterdir()), "a refused run left something behind"
 
 
-def start(files: list[str], out: Path, **options: object) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "steadykv.cli.main", "demo", *files, "--frames", "54",
+def start(
+    files: list[str], out: Path, frames: int = 54, **options: object
+) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "steadykv.cli.main", "demo", *files, "--frames", str(frames),
                "--methods", "qvg", "quantwm", "--centroids", "8", "--out", str(out)]  # fmt: skip
     return subprocess.Popen(
         command,
@@ -160,23 +164,119 @@ def test_ctrl_c_keeps_what_was_made(files: list[str], tmp_path: Path, wait_for: 
     assert "bf16" in {row["method"] for row in read_metrics(out)}
 
 
-def test_a_full_disk_ends_with_one_line(files: list[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize("fits", [True, False], ids=["some fit", "nothing fits"])
+def test_a_full_disk_ends_with_one_line(files: list[str], tmp_path: Path, fits: bool) -> None:
     """The system refuses files above a limit, as it does on a full disk; what fits is kept."""
     out = tmp_path / "out"
+    # Twelve frames: 75 kB a video, and as much for each of three in the side-by-side one.
+    most = 150_000 if fits else 10_000
 
     def limit() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (60_000, 60_000))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
 
-    running = start(files, out, preexec_fn=limit)
+    running = start(files, out, frames=12, preexec_fn=limit)
     printed, said = running.communicate(timeout=120)
     assert running.returncode == 2, said
     assert printed == ""
     assert "Traceback" not in said
     last = said.splitlines()[-1]
     assert last.startswith("steadykv: could not write ")
-    assert "earlier results are kept" in last
-    for path in out.glob("*") if out.exists() else []:
-        assert path.stat().st_size <= 60_000
+    if not fits:
+        assert "kept" not in last
+        assert not out.exists()
+        return
+    assert f"; kept in {out}: bf16.mp4, " in last
+    assert names(out) >= RESULTS | {"bf16.mp4", "qvg.mp4"}
+    for path in out.iterdir():
+        assert path.stat().st_size <= most
         assert not path.name.startswith(".")
-    if (out / "metrics.json").exists():
-        read_metrics(out)
+        assert path.name in last
+    assert [row["method"] for row in read_metrics(out)][:2] == ["bf16", "qvg"]
+
+
+def run_refused(
+    arguments: list[str], out: Path, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, str]:
+    """Exit code and last line of a demo that says nothing on stdout."""
+    code = main(["demo", *arguments, "--frames", "6", "--centroids", "8", "--out", str(out)])
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "Traceback" not in shown.err
+    return code, shown.err.splitlines()[-1]
+
+
+def test_weights_that_give_nan_end_with_one_line(
+    files: list[str],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("steadykv.world.load_world", lambda *_, **__: broken_world())
+    code, last = run_refused([*files, "--methods", "qvg"], tmp_path / "out", capsys)
+    assert code == 2
+    assert "non-finite keys/values" in last
+    assert "chunk 1 with bf16" in last
+    assert not (tmp_path / "out").exists()
+
+
+def test_walks_of_another_frame_size_end_with_one_line(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    walks = tmp_path / "walks.zip"
+    save_episodes(walks, tiny_episodes(1, config=replace(TINY, image_height=40)))
+    code, last = run_refused([*files[:2], "--walks", str(walks)], tmp_path / "out", capsys)
+    assert code == 2
+    assert last.startswith("steadykv: ")
+    assert "40" in last
+    assert "expected" in last
+
+
+@pytest.mark.parametrize("methods", [["bf16"], ["bf16:bf16"]])
+def test_a_demo_without_packed_keys(
+    methods: list[str], files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    code = main(["demo", *files, "--frames", "6", "--methods", *methods, "--out", str(out)])
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    assert "token_shift.json" not in names(out)
+    assert {row["top1_shift"] for row in read_metrics(out)} == {None}
+
+
+def test_keys_and_values_add_a_method(
+    files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    code = main(["compare", *files, "--frames", "6", "--episodes", "2", "--centroids", "8",
+                 "--methods", "bf16", "--keys", "kivi", "--values", "qvg", "--no-floor",
+                 "--no-shift", "--out", str(out)])  # fmt: skip
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    assert [row["method"] for row in read_metrics(out)] == ["bf16", "kivi:qvg"]
+    assert "too narrow" in " ".join(shown.out.split())  # two episodes
+    assert "too narrow" in (out / "report.html").read_text()
+
+
+@pytest.mark.parametrize("seconds", [0.2, 0.8])
+def test_ctrl_c_while_importing(files: list[str], tmp_path: Path, seconds: float) -> None:
+    program = (
+        "import sys; from steadykv.cli.main import main; print('ready', flush=True);"
+        "sys.exit(main())"
+    )
+    arguments = ["demo", *files, "--frames", "54", "--out", str(tmp_path / "out")]
+    running = subprocess.Popen(
+        [sys.executable, "-c", program, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert running.stdout is not None
+    assert running.stdout.readline() == "ready\n"
+    time.sleep(seconds)
+    running.send_signal(signal.SIGINT)
+    _, said = running.communicate(timeout=60)
+    assert running.returncode == 130, said
+    # On a fast machine the later moment may come after a line of progress.
+    lines = [line for line in said.splitlines() if not re.search(r"\(\d+/\d+\)$", line)]
+    assert lines == ["steadykv: interrupted; nothing was finished yet"]
+    assert not (tmp_path / "out").exists()

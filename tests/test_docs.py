@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer
 
-from steadykv.cli.main import app
+from steadykv.cli.app import app
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = sorted(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from steadykv.errors import ConfigError, SteadyKVError
+from steadykv.errors import ConfigError, NonFiniteError, SteadyKVError
 from steadykv.evaluation.aggregate import (
     RolloutRecord,
     complete_grid,
@@ -24,7 +25,9 @@ from steadykv.evaluation.comparison import run_comparison
 from steadykv.evaluation.metrics import flicker_error, psnr, psnr_by_frame, ssim_by_frame
 from steadykv.evaluation.protocol import FrameWindow, ShiftOptions
 from steadykv.evaluation.results import as_read, check_rows, read_metrics
-from tests.worlds import tiny_episodes, tiny_world
+from steadykv.evaluation.rollouts import run_batch
+from steadykv.world import rollout
+from tests.worlds import broken_world, tiny_episodes, tiny_world
 
 METHODS = ("bf16", "qvg", "quantwm", "bf16:qvg")
 
@@ -247,7 +250,7 @@ def test_a_full_disk_is_one_clear_error_and_earlier_results_stay(tmp_path: Path)
             resource.setrlimit(resource.RLIMIT_FSIZE, (1024, before[1]))
 
     try:
-        with pytest.raises(SteadyKVError, match=r"could not write .*earlier results are kept"):
+        with pytest.raises(SteadyKVError, match=r"could not write .*free space"):
             small_run(max_batch=2, out_dir=tmp_path, on_progress=fill_disk)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
@@ -280,6 +283,55 @@ def test_a_shorter_shift_rollout_sees_the_same_trajectory() -> None:
     assert result.shift is not None
     assert (result.shift["frames"], result.shift["trajectory_is_reference"]) == (6, True)
     assert result.rows[0]["configuration"]["shift"]["frames"] == 6
+
+
+def test_nan_is_found_at_the_end_of_its_chunk() -> None:
+    with pytest.raises(NonFiniteError, match=r"got [\d,]+ non-finite .* chunk 1 with bf16, expect"):
+        run_comparison(broken_world(), tiny_episodes(1), ["qvg"], frames=6, centroids=8)
+
+
+def test_nan_is_found_in_the_probed_rollout_too() -> None:
+    """The world breaks between the reference and the probe."""
+    world, broken = tiny_world(), broken_world()
+
+    def break_it(done: int, total: int, label: str) -> None:
+        if label.startswith("token shift"):
+            world.load_state_dict(broken.state_dict())
+
+    with pytest.raises(NonFiniteError, match="chunk 1 with the token shift"):
+        run_comparison(
+            world, tiny_episodes(1), ["qvg"], frames=6, centroids=8, on_progress=break_it
+        )
+
+
+def test_a_throwaway_rollout_comes_before_the_first_timed_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[int, int]] = []
+
+    def watched(world: Any, rows: Any, cache: Any, frames: int, *more: Any, **options: Any) -> Any:
+        seen.append((len(rows), frames))
+        return rollout(world, rows, cache, frames, *more, **options)
+
+    monkeypatch.setattr("steadykv.evaluation.rollouts.rollout", watched)
+    small_run()
+    assert seen == [(1, 3), (2, 6), (2, 6), (2, 6)]
+
+
+def test_tokens_that_left_unpacked_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "dropped_dense_tokens" not in small_run().rows[0]["configuration"]
+
+    def dropping(*arguments: Any, **options: Any) -> Any:
+        video, cost = run_batch(*arguments, **options)
+        return video, replace(cost, dropped_dense_tokens=48)
+
+    monkeypatch.setattr("steadykv.evaluation.comparison.run_batch", dropping)
+    assert small_run().rows[0]["configuration"]["dropped_dense_tokens"] == 48
+
+
+def test_a_probe_that_ends_before_anything_is_packed_finds_no_shift() -> None:
+    result = small_run(shift=ShiftOptions(frames=3))
+    assert [row["top1_shift"] for row in result.rows] == [0.0, 0.0]
 
 
 @pytest.mark.cuda

@@ -207,7 +207,7 @@ def test_a_full_disk_keeps_the_earlier_file(tmp_path: Path, largest_file: Any) -
     path = tmp_path / "metrics.json"
     write_bytes_atomically(path, b"earlier")
     largest_file(4096)
-    with pytest.raises(SteadyKVError, match=r"could not write .*5,000 bytes.*earlier results") as e:
+    with pytest.raises(SteadyKVError, match=r"could not write .*5,000 bytes.*free space") as e:
         write_bytes_atomically(path, bytes(5000))
     largest_file(resource.RLIM_INFINITY)
     assert "\n" not in str(e.value)
@@ -245,3 +245,14 @@ def test_environment_names_versions_and_device() -> None:
     assert json.loads(json.dumps(found)) == found
     commit = found["commit"]
     assert commit is None or len(commit.removesuffix("-modified")) == 40
+
+
+def test_provenance_names_the_version_that_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("steadykv.__version__", "9.9.9")
+    assert environment("cpu")["steadykv"] == "9.9.9"
+
+
+def test_every_configuration_field_is_documented() -> None:
+    text = SCHEMA.read_text()
+    for name in ("ssim_channels", "dropped_dense_tokens", "psnr_ceiling_db", "first_packed_frame"):
+        assert f"`{name}`" in text or f"`configuration.{name}`" in text

@@ -122,6 +122,20 @@ def test_the_shown_query_is_described_with_titles() -> None:
     assert "because QuantWM : BF16 keeps it and QVG moves it" in text.about_shift(example)
 
 
+def test_the_shown_choice_is_among_packed_patches_and_says_so() -> None:
+    words = text.about_shift({"chosen": "chosen", "selected": {}})
+    assert "among the remembered patches that are packed" in words
+    assert "not packed yet take no part" in words
+
+
+@pytest.mark.parametrize(("episodes", "hinted"), [(2, True), (5, True), (6, False)])
+def test_few_episodes_are_called_a_hint(episodes: int, hinted: bool) -> None:
+    rows = [row("qvg", 30.0, n_episodes=episodes, intervals={"psnr": [29.0, 31.0]})]
+    for notes in (text.hints(rows), text.about_table(rows)):
+        assert ("too narrow" in " ".join(notes)) == hinted
+    assert text.hints([row("qvg", 30.0)]) == []  # one walk has no intervals
+
+
 @pytest.mark.parametrize(
     ("nbytes", "shown"), [(2.5 * 2**20, "2.50 MiB"), (14 << 20, "14.0 MiB"), (400 << 20, "400 MiB")]
 )

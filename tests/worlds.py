@@ -36,6 +36,14 @@ def tiny_world(config: WorldConfig = TINY, dtype: torch.dtype = torch.float32) -
     return world.to(dtype).eval().requires_grad_(False)
 
 
+def broken_world() -> WorldModel:
+    """The tiny world with NaN in the scale of one layer's keys."""
+    world = tiny_world()
+    broken = [p for name, p in world.named_parameters() if "key_norm" in name]
+    broken[0].data.fill_(float("nan"))
+    return world
+
+
 def tiny_episodes(count: int, frames: int = 60, config: WorldConfig = TINY) -> Episodes:
     """Smooth random first frames and random actions."""
     generator = torch.Generator().manual_seed(1)

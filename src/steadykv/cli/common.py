@@ -12,19 +12,18 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from steadykv.cli.interrupts import INTERRUPTED, say
 from steadykv.errors import BackendUnavailable, ConfigError, SteadyKVError
 
 if TYPE_CHECKING:
     import torch
 
 LIST_OPTIONS = ("--methods",)
-WORLD_HELP = "Weights of another world model (default: the shipped one)."
-WALKS_HELP = "Archive of other beginnings of walks (default: the shipped ones)."
-METHODS_HELP = "Caches: bf16 kivi kivi_recent qvg qvg4 quantwm, or KEYS:VALUES."
-USER_ERROR, INTERRUPTED = 2, 130
+USER_ERROR = 2
 
 Advance = Callable[[int, int, str], None]
 """(steps done, steps in all, what is running)."""
@@ -62,16 +61,30 @@ def _repeated(option: str, values: str) -> list[str]:
 
 
 def checked_methods(
-    methods: Sequence[str], policy: Mapping[str, int], centroids: int, paired: str | None = None
+    methods: Sequence[str],
+    policy: Mapping[str, int],
+    centroids: int,
+    paired: str | None = None,
+    *,
+    keys: str | None = None,
+    values: str | None = None,
 ) -> list[str]:
     """The methods with "bf16", the original of every comparison, in front. Raises ConfigError.
 
-    Everything that can be wrong with them is found here, before a model is loaded.
+    ``keys`` and ``values``, given together, add the method KEYS:VALUES. Everything that
+    can be wrong with them is found here, before a model is loaded.
     """
     from steadykv.config import CachePolicy
     from steadykv.evaluation.protocol import Protocol
 
+    if (keys is None) != (values is None):
+        given, missing = ("--keys", "--values") if values is None else ("--values", "--keys")
+        raise ConfigError(
+            f"{given}: got {keys or values!r} without {missing}, expected both; add {missing} NAME"
+        )
     names = ["bf16", *(name for name in methods if name != "bf16")]
+    if keys is not None and f"{keys}:{values}" not in names:
+        names.append(f"{keys}:{values}")
     Protocol(
         methods=tuple(names),
         centroids=centroids,
@@ -138,8 +151,13 @@ def remove_if_empty(folder: Path) -> None:
 
 def describe_kept(folder: Path) -> str:
     """What an unfinished run leaves, for the line that ends it."""
-    files = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    files = kept_files(folder)
     return f"kept in {folder}: {', '.join(files)}" if files else "nothing was finished yet"
+
+
+def kept_files(folder: Path) -> list[str]:
+    """Names of the files in a result folder, none when there is no folder."""
+    return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
 
 
 @contextmanager
@@ -188,12 +206,6 @@ def one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def fail(message: str, code: int) -> int:
-    """Print the one line that ends a command on stderr; returns ``code``."""
-    print(f"steadykv: {one_line(message)}", file=sys.stderr)
-    return code
-
-
 def _with_value(message: str, typed: Sequence[str]) -> str:
     """The parser's message about a refused value, with the value, which it leaves out."""
     found = re.match(r"Invalid value for '(--[\w-]+)': (?:Value error, )?(.*)", message)
@@ -209,24 +221,26 @@ def _with_value(message: str, typed: Sequence[str]) -> str:
 def report_failure(error: BaseException, typed: Sequence[str]) -> int | None:
     """Print what a known failure means and return its exit code; None for a bug.
 
-    ``typed`` are the arguments, from which a refused value is quoted.
+    ``typed`` are the arguments, from which a refused value is quoted. Notes of the error, such as
+    what a run had kept before it, end the line.
     """
-    if isinstance(error, Interrupted | KeyboardInterrupt):
-        return fail(str(error) or "interrupted; nothing was finished yet", INTERRUPTED)
+    notes = "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+    if isinstance(error, Interrupted | KeyboardInterrupt | typer.Abort):
+        return say(str(error) or "interrupted", INTERRUPTED)
     if isinstance(error, BrokenPipeError):  # the reader of our output went away: nothing to say
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return USER_ERROR
     if isinstance(error, SteadyKVError):
-        return fail(str(error), USER_ERROR)
+        return say(f"{error}{notes}", USER_ERROR)
     if isinstance(error, OSError):
         what = f"{error.filename}: " if error.filename else ""
-        return fail(f"{what}{error.strerror or error}; earlier results are kept", USER_ERROR)
+        return say(f"{what}{error.strerror or error}{notes}", USER_ERROR)
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
-        return fail(
-            f"out of memory ({one_line(str(error))[:160]}); try a smaller --batch, fewer --frames",
-            USER_ERROR,
+        smaller = "a smaller --batch or fewer --frames" if "compare" in typed else "fewer --frames"
+        return say(
+            f"out of memory ({one_line(str(error))[:160]}); try {smaller}{notes}", USER_ERROR
         )
     show: Any = getattr(error, "format_message", None)  # the parser's own errors
     if show is not None:
-        return fail(f"{_with_value(show(), typed)} (--help lists the options)", USER_ERROR)
+        return say(f"{_with_value(show(), typed)} (--help lists the options)", USER_ERROR)
     return None

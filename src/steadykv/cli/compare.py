@@ -9,15 +9,25 @@ from typing import Annotated, Any
 import typer
 
 from steadykv.cli.common import (
-    METHODS_HELP,
-    WALKS_HELP,
-    WORLD_HELP,
     checked_device,
     checked_methods,
     command_text,
     new_file,
     new_folder,
     progress_bar,
+)
+from steadykv.cli.options import (
+    Centroids,
+    Device,
+    Frames,
+    Json,
+    Keys,
+    Methods,
+    Out,
+    SpanChunks,
+    Values,
+    Walks,
+    World,
 )
 
 METHODS = ("bf16", "kivi", "qvg", "qvg4", "quantwm")
@@ -43,12 +53,14 @@ class KeyRope(StrEnum):
 
 def compare(
     context: typer.Context,
-    methods: Annotated[list[str], typer.Option(help=METHODS_HELP)] = list(METHODS),  # noqa: B006 - typer reads the default and never changes it
-    episodes: Annotated[int, typer.Option(min=1, help="Held-out walks, from the first on.")] = 4,
+    methods: Methods = list(METHODS),  # noqa: B006 - typer reads the default and never changes it
+    keys: Keys = None,
+    values: Values = None,
+    episodes: Annotated[int, typer.Option(min=1, help="Held-out walks, from the first on.")] = 8,
     seeds: Annotated[int, typer.Option(min=1, help="Noise seeds a walk.")] = 1,
-    frames: Annotated[int, typer.Option(min=1, help="Frames to generate, a multiple of 3.")] = 48,
-    span_chunks: Annotated[int, typer.Option(min=1, help="Chunks packed together.")] = 2,
-    centroids: Annotated[int, typer.Option(min=1, help="Cluster means per head and span.")] = 32,
+    frames: Frames = 48,
+    span_chunks: SpanChunks = 2,
+    centroids: Centroids = 32,
     sink_keep: Annotated[int, typer.Option(min=0, help="First frames kept in BF16.")] = 0,
     recent_keep: Annotated[int, typer.Option(min=0, help="Newest chunks kept in BF16.")] = 0,
     key_rope: Annotated[
@@ -59,28 +71,26 @@ def compare(
     ] = None,
     shift: Annotated[bool, typer.Option(help="Measure the token shift.")] = True,
     floor: Annotated[bool, typer.Option(help="Measure the noise floor.")] = True,
-    device: Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")] = "cpu",
+    device: Device = "cpu",
     dtype: Annotated[
         Precision, typer.Option(help="What the network computes in (auto: by device).")
     ] = Precision.auto,
     batch: Annotated[
         int | None, typer.Option(min=1, help="Rollouts that run together (default: by device).")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(help="New folder for the results (default: a dated one).")
-    ] = None,
+    out: Out = None,
     rows: Annotated[
         Path | None, typer.Option(help="Also write one CSV row a method to this new file.")
     ] = None,
-    world: Annotated[Path | None, typer.Option(help=WORLD_HELP)] = None,
-    walks: Annotated[Path | None, typer.Option(help=WALKS_HELP)] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the results as JSON only.")] = False,
+    world: World = None,
+    walks: Walks = None,
+    json: Json = False,
 ) -> None:
     """Compare caches over many walks and seeds, with confidence intervals."""
     # The bar comes first: importing torch may take seconds.
     with progress_bar() as advance:
         policy = {"span_chunks": span_chunks, "sink_keep": sink_keep, "recent_keep": recent_keep}
-        names = checked_methods(methods, policy, centroids, paired)
+        names = checked_methods(methods, policy, centroids, paired, keys=keys, values=values)
         folder = new_folder(out, "compare")
         table = None if rows is None else new_file(rows, "--rows")
         place = checked_device(device)

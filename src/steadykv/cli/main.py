@@ -1,50 +1,30 @@
-"""The `steadykv` command: parses, runs one command, and turns every known failure into one line."""
+"""The `steadykv` command: parses, runs one command, and turns every known failure into one line.
+
+Imports next to nothing: Ctrl-C must find `main` running, not Python still importing it.
+"""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated
 
-import typer
-
-import steadykv
-from steadykv.cli.common import expand_lists, report_failure
-from steadykv.cli.compare import compare
-from steadykv.cli.demo import demo
-from steadykv.cli.env import env
-
-app = typer.Typer(
-    name="steadykv",
-    help="The key/value cache of a video world model in about 2 bits a number, and what it costs.",
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-app.command()(demo)
-app.command()(compare)
-app.command()(env)
-
-
-def _show_version(wanted: bool) -> None:
-    if wanted:
-        print(f"steadykv {steadykv.__version__}")
-        raise typer.Exit
-
-
-@app.callback()
-def options(
-    context: typer.Context,
-    version: Annotated[
-        bool,
-        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
-    ] = False,
-) -> None:
-    """Options that stand before a command."""
+from steadykv.cli.interrupts import INTERRUPTED, INTERRUPTED_EARLY, quit_on_interrupt, say
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit code: 0, 2 for a user's mistake, 130 for Ctrl-C."""
+    """Run the command line; returns the exit code: 0, 2 for a user's mistake, 130 for Ctrl-C.
+
+    As the program itself (``arguments`` None), Ctrl-C ends the process at once for as long as
+    nothing has been started; see :mod:`steadykv.cli.interrupts`.
+    """
     typed = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if arguments is None:
+            quit_on_interrupt()
+        from steadykv.cli.app import app
+        from steadykv.cli.common import expand_lists, report_failure
+    except KeyboardInterrupt:
+        return say(INTERRUPTED_EARLY, INTERRUPTED)
     try:
         code = app(
             expand_lists(typed) or ["--help"],
@@ -57,6 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if known is None:
             raise
         return known
+    if code == INTERRUPTED:  # the parser took a KeyboardInterrupt for itself and said nothing
+        return say("interrupted", INTERRUPTED)
     return int(code or 0)
 
 

@@ -12,8 +12,10 @@ from steadykv.cli.common import (
     Advance,
     Interrupted,
     describe_kept,
+    kept_files,
     remove_if_empty,
 )
+from steadykv.cli.interrupts import raise_on_interrupt
 from steadykv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,6 +58,10 @@ class Session:
             self._report(result, advance)
         except KeyboardInterrupt:
             raise Interrupted(f"interrupted; {describe_kept(self.folder)}") from None
+        except Exception as error:
+            if kept_files(self.folder):
+                error.add_note(describe_kept(self.folder))
+            raise
         finally:
             remove_if_empty(self.folder)
         return result
@@ -68,6 +74,7 @@ class Session:
         episodes = load_episodes(self.episodes, self.walks_file)
         world = load_world(self.world_file, device=self.device, dtype=self.dtype)
         self._check_frames(world.config.chunk_frames, episodes.actions.shape[1])
+        raise_on_interrupt()
         policy = CachePolicy(
             window_frames=world.config.window_frames,
             sink_frames=world.config.sink_frames,
@@ -145,12 +152,14 @@ class Session:
         from rich.console import Console
 
         from steadykv.report.terminal import result_table
-        from steadykv.report.text import lead
+        from steadykv.report.text import hints, lead
 
         console = Console()
         console.print(result_table(result.rows, console.width))
         for sentence in lead(result.rows):
             console.print(sentence, highlight=False)
+        for hint in hints(result.rows):
+            console.print(hint, style="yellow", highlight=False)
         console.print()
         console.print(f"report: {report.resolve()}", highlight=False, soft_wrap=True)
 

@@ -133,9 +133,15 @@ class ResultCollector:
                 "cache": config.to_dict(),
                 "attention": attention_of(method),
                 **self.shared,
+                **self._dropped(method),
             },
             "environment": dict(self.environment),
         }
+
+    def _dropped(self, method: str) -> dict[str, int]:
+        """Tokens a layer that left the window unpacked in a rollout, if any did."""
+        most = max(cost.dropped_dense_tokens for cost in self.costs[method])
+        return {"dropped_dense_tokens": most} if most else {}
 
     def _paired(self, method: str, records: Sequence[RolloutRecord]) -> dict[str, Any] | None:
         against = self.protocol.paired_against

@@ -31,7 +31,14 @@ from steadykv.evaluation.protocol import (
 )
 from steadykv.evaluation.provenance import environment
 from steadykv.evaluation.results import SCHEMA_VERSION, as_read
-from steadykv.evaluation.rollouts import BatchCost, OnChunk, compare_batch, run_batch
+from steadykv.evaluation.rollouts import (
+    BatchCost,
+    OnChunk,
+    compare_batch,
+    refuse_nonfinite,
+    run_batch,
+    warm_up,
+)
 from steadykv.evaluation.token_shift import ShiftProbe, TokenShift
 from steadykv.world import Episodes, WorldModel, rollout
 
@@ -105,6 +112,10 @@ class _Comparison:
         self.on_progress, self.on_video = on_progress, on_video
         self.device = next(world.parameters()).device
         self.configs = protocol.configurations()
+        # Where all keys stay as they are, no selection can change.
+        has_packed_keys = any(not config.keys.is_dense for config in self.configs.values())
+        self.shift_options = protocol.shift if has_packed_keys else None
+        self.warmed: set[str] = set()
         self.reference_config = preset(REFERENCE).replace(policy=protocol.policy)
         chunk_frames = world.config.chunk_frames
         self.first_packed = first_packed_frame(protocol.policy, chunk_frames)
@@ -172,6 +183,7 @@ class _Comparison:
     def _roll_out(
         self, method: str, config: CacheConfig, batch: _Batch
     ) -> tuple[torch.Tensor, BatchCost]:
+        self._warm_up(method, config, batch)
         with self._progress(f"{method}, {batch.label}", self.protocol.frames) as on_chunk:
             video, cost = run_batch(
                 self.world,
@@ -180,6 +192,7 @@ class _Comparison:
                 config,
                 frames=self.protocol.frames,
                 first_packed_frame=self.first_packed,
+                method=method,
                 attention=attention_of(method),
                 key_rope=self.protocol.key_rope,
                 on_chunk=on_chunk,
@@ -191,9 +204,29 @@ class _Comparison:
                 self.on_video(method, batch.rows.names[index], batch.seeds[index], kept)
         return video, cost
 
+    def _warm_up(self, method: str, config: CacheConfig, batch: _Batch) -> None:
+        """Before a first timed rollout: one chunk on the CPU, on CUDA every method until it packs.
+
+        Kernels are compiled and allocators filled on first use; `seconds` must not hold that.
+        """
+        on_cuda = self.device.type == "cuda"
+        key = method if on_cuda else ""
+        if key in self.warmed:
+            return
+        self.warmed.add(key)
+        chunk = self.world.config.chunk_frames
+        warm_up(
+            self.world,
+            batch.rows,
+            config,
+            frames=min(self.first_packed, self.protocol.frames) if on_cuda else chunk,
+            attention=attention_of(method),
+            key_rope=self.protocol.key_rope,
+        )
+
     def _measure_shift(self, batch: _Batch, reference: torch.Tensor) -> TokenShift | None:
         """The batch again in BF16, probed; the reference itself runs unprobed, for its seconds."""
-        options = self.protocol.shift
+        options = self.shift_options
         if options is None:
             return None
         shape, frames = self.world.config, self._shift_frames()
@@ -216,7 +249,7 @@ class _Comparison:
                 probe,
                 frames,
                 batch.seeds,
-                on_chunk,
+                refuse_nonfinite(probe, "the token shift", on_chunk),
                 key_rope=self.protocol.key_rope,
             )
         result = probe.result()
@@ -246,7 +279,7 @@ class _Comparison:
 
     def _configuration(self) -> dict[str, Any]:
         """What all rows share, JSON-able."""
-        protocol, shift = self.protocol, self.protocol.shift
+        protocol, shift = self.protocol, self.shift_options
         return {
             "key_rope": protocol.key_rope,
             "frames": protocol.frames,
@@ -269,7 +302,7 @@ class _Comparison:
     # --- progress ---------------------------------------------------------------------------
 
     def _shift_frames(self) -> int:
-        shift = self.protocol.shift
+        shift = self.shift_options
         if shift is None:
             return 0
         return min(shift.frames or self.protocol.frames, self.protocol.frames)

@@ -24,6 +24,10 @@ WINDOW_ENDS = (24, 48)
 """Frames at which a cumulative window ends, beside the first two chunks and the whole video."""
 
 
+FEW_EPISODES = 6
+"""With fewer, bootstrap intervals are too narrow (see `bootstrap_interval`) and mere hints."""
+
+
 @dataclass(frozen=True)
 class FrameWindow:
     """Frames ``start`` .. ``end`` - 1; frame 0 is the first context frame."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import platform
 import subprocess
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
+
+import steadykv
 
 
 def _git(*arguments: str) -> str | None:
@@ -41,14 +42,6 @@ def git_commit() -> str | None:
     return commit + ("-modified" if _git("status", "--porcelain", "-uno") else "")
 
 
-def package_version() -> str | None:
-    """Installed version of steadykv, None when it runs without being installed."""
-    try:
-        return version("steadykv")
-    except PackageNotFoundError:
-        return None
-
-
 def environment(device: str | torch.device) -> dict[str, Any]:
     """JSON-able description of software and device for result rows."""
     place = torch.device(device)
@@ -57,7 +50,7 @@ def environment(device: str | torch.device) -> dict[str, Any]:
     else:
         name = f"{platform.machine()}, {torch.get_num_threads()} of {os.cpu_count()} cores"
     return {
-        "steadykv": package_version(),
+        "steadykv": steadykv.__version__,
         "commit": git_commit(),
         "torch": str(torch.__version__),
         "python": platform.python_version(),

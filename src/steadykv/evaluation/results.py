@@ -83,7 +83,7 @@ def write_bytes_atomically(path: str | Path, data: bytes) -> Path:
     except OSError as error:
         raise SteadyKVError(
             f"could not write {target} ({len(data):,} bytes): {error.strerror or error}; "
-            "earlier results are kept: free space or choose another folder"
+            "free space or choose another folder"
         ) from error
     finally:
         if temporary is not None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 from steadykv.cache import KVCache
 from steadykv.config import CacheConfig
+from steadykv.errors import NonFiniteError
 from steadykv.evaluation.aggregate import MethodCost, RolloutRecord
 from steadykv.evaluation.metrics import flicker_by_step, frame_mse, ssim_by_frame
 from steadykv.evaluation.token_shift import MethodShift
@@ -17,6 +19,34 @@ from steadykv.world import Episodes, WorldModel, rollout
 from steadykv.world.sampler import AttentionBackend, KeyRope
 
 OnChunk = Callable[[int, int], None]
+
+
+class CountsNonFinite(Protocol):
+    """A cache that counts NaN and Inf on its device."""
+
+    @property
+    def nonfinite_count(self) -> torch.Tensor: ...
+
+
+def refuse_nonfinite(
+    cache: CountsNonFinite, method: str, on_chunk: OnChunk | None = None
+) -> OnChunk:
+    """A chunk callback that raises NonFiniteError once ``cache`` has met NaN or Inf.
+
+    Reads one number from the device a chunk, then calls ``on_chunk``.
+    """
+
+    def check(done: int, total: int) -> None:
+        count = int(cache.nonfinite_count)
+        if count:
+            raise NonFiniteError(
+                f"got {count:,} non-finite keys/values or queries by the end of chunk {done} with "
+                f"{method}, expected finite numbers: check the weights, or compute in float32"
+            )
+        if on_chunk is not None:
+            on_chunk(done, total)
+
+    return check
 
 
 @dataclass(frozen=True)
@@ -31,6 +61,7 @@ class BatchCost:
     bf16_bytes_over_time: float
     resident_bytes_over_time: int
     seconds: float
+    dropped_dense_tokens: int
 
 
 def join_costs(config: CacheConfig, batches: Sequence[BatchCost]) -> MethodCost:
@@ -74,13 +105,16 @@ def run_batch(
     *,
     frames: int,
     first_packed_frame: int,
+    method: str | None = None,
     attention: AttentionBackend = "sdpa",
     key_rope: KeyRope = "post",
     on_chunk: OnChunk | None = None,
 ) -> tuple[torch.Tensor, BatchCost]:
     """Roll out one batch with a fresh cache: its video uint8 [B, T, H, W, 3] (CPU) and its cost.
 
-    Bytes over time are summed at the ends of the chunks from ``first_packed_frame`` on.
+    Bytes over time are summed at the ends of the chunks from ``first_packed_frame`` on. Raises
+    NonFiniteError, with ``method`` (default: the name of ``config``) in it, after the first chunk
+    that brought NaN or Inf.
     """
     cache = new_cache(world, config)
     chunk_frames = world.config.chunk_frames
@@ -94,9 +128,10 @@ def run_batch(
         if on_chunk is not None:
             on_chunk(done, total)
 
+    checked = refuse_nonfinite(cache, method or config.name, sample)
     started = time.perf_counter()
     video = rollout(
-        world, rows, cache, frames, list(seeds), sample, attention=attention, key_rope=key_rope
+        world, rows, cache, frames, list(seeds), checked, attention=attention, key_rope=key_rope
     )
     # The video arrives on the CPU, so the device has finished by now.
     seconds = time.perf_counter() - started
@@ -110,8 +145,29 @@ def run_batch(
         bf16_bytes_over_time=over_time[0],
         resident_bytes_over_time=int(over_time[1]),
         seconds=seconds,
+        dropped_dense_tokens=max(layer.dropped_dense_tokens for layer in cache),
     )
     return video, cost
+
+
+def warm_up(
+    world: WorldModel,
+    rows: Episodes,
+    config: CacheConfig,
+    *,
+    frames: int,
+    attention: AttentionBackend = "sdpa",
+    key_rope: KeyRope = "post",
+) -> None:
+    """A throwaway rollout of the first row: what only the first pass pays is paid before timing."""
+    rollout(
+        world,
+        rows.select([0]),
+        new_cache(world, config),
+        frames,
+        attention=attention,
+        key_rope=key_rope,
+    )
 
 
 def compare_batch(

@@ -56,6 +56,8 @@ class ProbeLayer:
         """FP64 [shadow, kind of pass, measure, B, Hq]: moved best keys, lost shares of the best."""
         self.queries = {name: [0, 0] for name in self.shadows}
         """Compared queries per head, by kind of pass: host integers, known from shapes."""
+        self.rollouts = 0
+        """Rows of the batch, known from the first write on."""
         self._token_dim = token_dim
         self._pending: dict[str, tuple[torch.Tensor, int]] = {}
         self._candidate: torch.Tensor | None = None
@@ -75,6 +77,7 @@ class ProbeLayer:
     def write(self, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
         """Write to the reference and to every shadow; errors as of `LayerCache.write`."""
         self.reference.write(k, v, start)
+        self.rollouts = k.shape[0]
         for name, layer in self.shadows.items():
             layer.write(k, v, start)
             self._packed[name].update(layer)

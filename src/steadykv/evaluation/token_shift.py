@@ -175,6 +175,12 @@ class ShiftProbe:
         """The reference's ledger."""
         return self.reference.ledger()
 
+    @property
+    def nonfinite_count(self) -> torch.Tensor:
+        """NaN and Inf that any of the caches replaced, int64 [] on the device."""
+        caches = (self.reference, *self.shadows.values())
+        return torch.stack([cache.nonfinite_count for cache in caches]).amax()
+
     # --- results ----------------------------------------------------------------------------
 
     def result(self) -> TokenShift:
@@ -187,8 +193,7 @@ class ShiftProbe:
         methods = {}
         for method, shadow in self.shadow_of.items():
             if shadow is None or counts is None:
-                rollouts = 0 if counts is None else counts.shape[-2]
-                nothing = [0.0] * rollouts
+                nothing = [0.0] * self._layers[0].rollouts
                 methods[method] = MethodShift(nothing, nothing, nothing, [0.0] * len(self), 0)
             else:
                 place = list(self.shadows).index(shadow)

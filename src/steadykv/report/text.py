@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from steadykv.evaluation.protocol import FLOOR
+from steadykv.evaluation.protocol import FEW_EPISODES, FLOOR
 
 Row = Mapping[str, Any]
 
@@ -179,9 +179,11 @@ def about_shift(example: Mapping[str, Any]) -> str:
         chosen = re.sub(rf"(?<![\w:]){re.escape(method)}(?![\w:])", method_title(method), chosen)
     return (
         "When it draws a patch, the network asks its memory which older patches matter. The first "
-        "picture marks one such asking patch; the others mark the remembered patch that gets most "
-        "of the attention, with the original cache and with each packed one. If packing changes "
-        f"the answer, the network copies from the wrong place. This query is {chosen}."
+        "picture marks one such asking patch; the others mark, among the remembered patches that "
+        "are packed, the one that gets most of the attention, with the original cache and with "
+        "each packed one. Patches that are not packed yet take no part here, although the network "
+        "sees them too and one of them may get more. If packing changes the answer, the network "
+        f"copies from the wrong place. This query is {chosen}."
     )
 
 
@@ -218,7 +220,18 @@ def about_table(rows: Sequence[Row]) -> list[str]:
         notes.append("A name with a colon says how keys are packed, then how values are.")
     if any(row["intervals"] is not None for row in rows):
         notes.append("Small numbers are the confidence interval of the mean above them.")
-    return [" ".join(notes)] if notes else []
+    return [" ".join([*notes, *hints(rows)])] if notes else []
+
+
+def hints(rows: Sequence[Row]) -> list[str]:
+    """What weakens the numbers of this run and has to be said beside them."""
+    episodes = [row["n_episodes"] for row in rows if row["intervals"] is not None]
+    if not episodes or min(episodes) >= FEW_EPISODES:
+        return []
+    return [
+        f"With {number_word(min(episodes))} episodes the confidence intervals are too narrow: take "
+        f"them as a hint, and run at least {number_word(FEW_EPISODES)} for ones that hold."
+    ]
 
 
 def about_pairs(against: str) -> str:

@@ -1,0 +1,39 @@
+"""The parser: commands, and the options that stand before them."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+import steadykv
+from steadykv.cli.compare import compare
+from steadykv.cli.demo import demo
+from steadykv.cli.env import env
+
+app = typer.Typer(
+    name="steadykv",
+    help="The key/value cache of a video world model in about 2 bits a number, and what it costs.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+app.command()(compare)
+app.command()(env)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"steadykv {steadykv.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    context: typer.Context,
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_show_version, is_eager=True, help="Show the version."),
+    ] = False,
+) -> None:
+    """Options that stand before a command."""

@@ -1,0 +1,34 @@
+"""Options that `demo` and `compare` share, defined once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from steadykv.config import PRESETS
+
+METHODS_HELP = f"Caches: {' '.join(PRESETS)}, or KEYS:VALUES."
+
+Methods = Annotated[list[str], typer.Option(help=METHODS_HELP)]
+Keys = Annotated[
+    str | None,
+    typer.Option(help="With --values: one more cache, these keys with those values (KEYS:VALUES)."),
+]
+Values = Annotated[str | None, typer.Option(help="With --keys: how that cache packs its values.")]
+Frames = Annotated[int, typer.Option(min=1, help="Frames to generate, a multiple of 3.")]
+SpanChunks = Annotated[int, typer.Option(min=1, help="Chunks packed together.")]
+Centroids = Annotated[int, typer.Option(min=1, help="Cluster means per head and span.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+Out = Annotated[
+    Path | None, typer.Option(help="New folder for the results (default: a dated one).")
+]
+World = Annotated[
+    Path | None, typer.Option(help="Weights of another world model (default: the shipped one).")
+]
+Walks = Annotated[
+    Path | None,
+    typer.Option(help="Archive of other beginnings of walks (default: the shipped ones)."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON only.")]
