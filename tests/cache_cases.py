@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from steadykv.cache import KVCache
-from steadykv.config import CacheConfig, CachePolicy, CodecConfig
+from steadykv.config import METHODS, CacheConfig, CachePolicy, CodecConfig
 
 HEADS, DIM, FRAME = 2, 32, 8
 
@@ -31,14 +31,10 @@ def small(method: str = "bf16", **policy: Any) -> CacheConfig:
 
 
 def small_codec(method: str, axis: str = "channels", **changes: Any) -> CodecConfig:
-    fields: dict[str, Any] = {"method": method}
-    if method == "kivi":
-        fields |= {"group_size": 16, "axis": axis}
-    elif method != "bf16":
-        fields |= {"group_size": 16, "centroids": 4}
-    if method == "quantwm":
-        fields |= {"rank": 4, "candidates": 2}
-    return CodecConfig(**(fields | changes))
+    """The method's own fields, scaled down."""
+    fields = {"group_size": 16, "axis": axis, "centroids": 4, "rank": 4, "candidates": 2}
+    own = {name: value for name, value in fields.items() if name in METHODS[method]}
+    return CodecConfig(**{"method": method, **own, **changes})
 
 
 def cache_for(config: CacheConfig, layers: int = 1, **options: Any) -> KVCache:
@@ -103,50 +99,6 @@ def drive(cache: Any, chunks: Sequence[Chunk], layout: str = "BSHD") -> list[tup
                 reads.append(tuple(in_layout(x, layout) for x in cache[index].read()))
         cache.commit()
     return reads
-
-
-class PlainCache:
-    """One layer that concatenates everything and picks the window by index; no eviction at all."""
-
-    def __init__(self, window: int | None, sink: int) -> None:
-        self.window, self.sink = window, sink
-        self.first = 0
-        self.committed: list[tuple[Tensor, Tensor]] = []
-        self.open: tuple[int, Tensor, Tensor] | None = None
-
-    def __len__(self) -> int:
-        return 1
-
-    def __getitem__(self, index: int) -> PlainCache:
-        assert index == 0
-        return self
-
-    def write(self, k: Tensor, v: Tensor, start: int) -> None:
-        if self.open is not None and start != self.open[0]:
-            self.commit()
-        self.open = (start, k.clone(), v.clone())
-        end = start + k.shape[1]
-        if self.window is not None:
-            self.first = max(self.first, end - (self.window - self.sink))
-
-    def observe_queries(self, q: Tensor) -> None:
-        pass
-
-    def commit(self) -> None:
-        if self.open is not None:
-            self.committed.append(self.open[1:])
-            self.open = None
-
-    def indices(self) -> list[int]:
-        parts = [*self.committed, *([self.open[1:]] if self.open else [])]
-        end = sum(k.shape[1] for k, _ in parts)
-        return [i for i in range(end) if i < self.sink or i >= self.first]
-
-    def read(self) -> tuple[Tensor, Tensor]:
-        parts = [*self.committed, *([self.open[1:]] if self.open else [])]
-        kept = self.indices()
-        k, v = (torch.cat([part[side] for part in parts], dim=1)[:, kept] for side in (0, 1))
-        return k, v
 
 
 @dataclass

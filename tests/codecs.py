@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from steadykv.codecs import Payload, QueryMoment, SpanKey, encode
-from steadykv.config import CodecConfig
+from steadykv.codecs import CODECS, Payload, QueryMoment, SpanKey, encode
+from steadykv.config import CodecConfig, preset
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -108,3 +108,15 @@ CASES = [
     CodecCase("quantwm_always", CodecConfig("quantwm", centroids=16, retain="always"), (12.3, 15)),
 ]
 KEY = SpanKey(layer=3, tensor="key", span=2)
+
+# The same methods for whole caches, "keys:values". Values have no queries, so a method that needs
+# them gets the values of the presets.
+CODEC_METHODS = list(dict.fromkeys(case.config.method for case in CASES))
+CACHE_METHODS = [
+    f"{name}:{preset(name).values.method}" if CODECS[name].needs_queries else name
+    for name in CODEC_METHODS
+]
+DENSE_METHODS = [name for name in CODEC_METHODS if CODECS[name].is_dense]
+PACKED_METHODS = [name for name in CACHE_METHODS if name not in DENSE_METHODS]
+PLAIN_METHODS = [name for name in CODEC_METHODS if not CODECS[name].needs_queries]
+KEYS_ONLY_METHODS = [f"{name}:bf16" for name in CODEC_METHODS if CODECS[name].needs_queries]

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from steadykv.cache import KVCache
+from steadykv.config import CodecConfig
 from steadykv.errors import ConfigError, NonFiniteError, PositionError, ShapeError
 from tests.cache_cases import DIM, FRAME, HEADS, cache_for, chunks_of, small
-
-PACKED = ["kivi", "qvg", "qvg4", "quantwm:qvg4"]
+from tests.codecs import PACKED_METHODS
 
 
 def kv(tokens: int, batch: int = 1, value: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -139,6 +139,38 @@ def test_a_cache_that_means_nothing_is_refused(field, value):
         KVCache(**(options | {"config": small(), field: value}))
 
 
+@pytest.mark.parametrize("config", ["qvg", CodecConfig("qvg"), None, {}], ids=str)
+def test_the_configuration_of_a_cache_is_a_cache_config(config):
+    for make in (lambda: KVCache(1, HEADS, DIM, FRAME, config), lambda: cache_for(config)[0]):
+        with pytest.raises(ConfigError, match=r"config is .*: expected a CacheConfig; preset") as e:
+            make()
+        assert "\n" not in str(e.value)
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", 1.5, "", None])
+def test_a_device_that_is_not_there_is_refused(device):
+    if device is None:
+        if torch.cuda.is_available():
+            pytest.skip("CUDA is there")
+        device = "cuda"
+    with pytest.raises(ConfigError, match=r"device is .*: expected one that this torch") as error:
+        cache_for(small(), device=device)
+    assert "\n" not in str(error.value)
+
+
+def test_out_is_a_pair():
+    layer = cache_for(small())[0]
+    layer.write(*kv(24), 0)
+    k, v = layer.read()
+    for bad in ((k,), (k, v, k), k, torch.stack([k, v]), (), "kv"):
+        with pytest.raises(ShapeError, match=r"out is a .*: expected a pair of tensors") as error:
+            layer.read(out=bad)
+        assert "\n" not in str(error.value)
+    with pytest.raises(ShapeError, match=r"out\[1\] is a NoneType"):
+        layer.read(out=(k, None))
+    assert torch.equal(layer.read(out=[k, v])[0], k)
+
+
 # --- NaN and Inf ----------------------------------------------------------------------------------
 
 
@@ -170,7 +202,7 @@ def test_non_finite_numbers_become_zero_and_are_counted(dtype):
     assert int(cache.nonfinite_count) == 0
 
 
-@pytest.mark.parametrize("method", PACKED)
+@pytest.mark.parametrize("method", PACKED_METHODS)
 def test_packed_spans_stay_finite(method):
     cache = cache_for(small(method))
     chunks = chunks_of([24, 24, 24])

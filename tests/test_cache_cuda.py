@@ -11,11 +11,11 @@ import torch
 
 from steadykv.cache import KVCache
 from steadykv.config import preset
-from tests.cache_cases import FRAME, PlainCache, cache_for, chunks_of, drive, small
+from tests.cache_cases import FRAME, cache_for, chunks_of, drive, small
+from tests.codecs import CACHE_METHODS, CODEC_METHODS
+from tests.plain_cache import PlainCache
 
 pytestmark = pytest.mark.cuda
-
-METHODS = ["bf16", "kivi", "qvg", "qvg4", "quantwm:qvg4"]
 
 
 def on_gpu(chunks):
@@ -37,12 +37,12 @@ def syncs_are_errors() -> Iterator[None]:
 def test_bf16_is_a_plain_sliding_window():
     chunks = on_gpu(chunks_of([24, 13, 24, 24, 8, 24], batch=2))
     cache = cache_for(small(window_frames=7, sink_frames=2), device="cuda")
-    expected = drive(PlainCache(7 * FRAME, 2 * FRAME), chunks)
+    expected = drive(PlainCache(1, 7 * FRAME, sink=2 * FRAME), chunks)
     for read, plain in zip(drive(cache, chunks), expected, strict=True):
         assert all(map(torch.equal, read, plain))
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CACHE_METHODS)
 def test_passes_do_not_sync(method):
     """Write, observe and read; committing a span is left out, as its eigenvectors may sync."""
     cache = cache_for(small(method, span_chunks=2, window_frames=9, sink_frames=2), device="cuda")
@@ -56,7 +56,7 @@ def test_passes_do_not_sync(method):
     assert int(cache.nonfinite_count) == 0
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", CACHE_METHODS)
 def test_a_batch_equals_its_rows(method):
     chunks = chunks_of([24, 24, 15, 24], batch=3, query_heads=8)
     together = drive(cache_for(small(method), device="cuda"), on_gpu(chunks))
@@ -69,7 +69,7 @@ def test_a_batch_equals_its_rows(method):
                 assert torch.equal(x[row, None], y)
 
 
-@pytest.mark.parametrize("method", ["bf16", "kivi", "qvg", "quantwm"])
+@pytest.mark.parametrize("method", CODEC_METHODS)
 def test_the_allocator_agrees_with_the_ledger(method):
     """Resident within 1 % (blocks of 512 bytes, cuBLAS aside), peak within the stated bound."""
     config = preset(method).with_span(2, 32).replace(window_frames=24)

@@ -6,20 +6,19 @@ import pytest
 import torch
 
 from steadykv.cache import KVCache, LayerCache
-from steadykv.config import preset
+from steadykv.config import PRESETS, preset
 from steadykv.errors import ShapeError
 from tests.cache_cases import (
     DIM,
     FRAME,
     HEADS,
-    PlainCache,
     cache_for,
     chunks_of,
     drive,
     small,
 )
-
-PACKED = ["kivi", "qvg", "qvg4", "quantwm:qvg4"]
+from tests.codecs import CACHE_METHODS
+from tests.plain_cache import PlainCache
 
 
 def kv(tokens: int, batch: int = 1, value: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -47,18 +46,18 @@ def test_bf16_is_a_plain_sliding_window(poisoned_memory, window, sink, lengths, 
     """Bit for bit, over rewrites, with memory that would show an element that was not written."""
     chunks = chunks_of(lengths, passes=3, batch=2)
     cache = cache_for(small(window_frames=window, sink_frames=sink), layout=layout)
-    plain = PlainCache(None if window is None else window * FRAME, sink * FRAME)
+    plain = PlainCache(1, None if window is None else window * FRAME, sink=sink * FRAME)
     expected = drive(plain, chunks)
     for (k, v), (plain_k, plain_v) in zip(drive(cache, chunks, layout), expected, strict=True):
         assert torch.equal(k, plain_k)
         assert torch.equal(v, plain_v)
-    assert [i for start, end in cache[0].spans() for i in range(start, end)] == plain.indices()
+    assert [i for start, end in cache[0].spans() for i in range(start, end)] == plain[0].indices()
 
 
 def test_rewrites_may_change_the_length():
     """Longer, shorter, and across the window's end; the window never moves back."""
     cache = cache_for(small(window_frames=4))[0]
-    plain = PlainCache(4 * FRAME, 0)
+    plain = PlainCache(1, 4 * FRAME)[0]
     generator = torch.Generator().manual_seed(3)
     start = 0
     for lengths in ([24, 8, 16], [8, 24, 16], [16], [40, 8, 24], [1, 2, 3]):
@@ -85,7 +84,7 @@ def test_dense_tokens_keep_the_hosts_dtype(dtype):
 # --- reading --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["bf16", *PACKED])
+@pytest.mark.parametrize("method", CACHE_METHODS)
 def test_read_into_out_is_the_same(poisoned_memory, method):
     """Also into a longer buffer, of which the front is returned, and into strided views."""
     cache = cache_for(small(method, span_chunks=2, window_frames=8, sink_frames=1))[0]
@@ -167,7 +166,7 @@ def test_an_earlier_read_outlives_later_writes():
     assert all(map(torch.equal, before, kept))
 
 
-@pytest.mark.parametrize("method", ["bf16", *PACKED])
+@pytest.mark.parametrize("method", CACHE_METHODS)
 def test_layouts_agree(method):
     chunks = chunks_of([24, 13, 24, 30], batch=2)
     config = small(method, window_frames=9, sink_frames=2)
@@ -194,7 +193,7 @@ def test_a_cache_is_a_sequence_of_layers():
 def test_presets_run_as_they_are():
     """Sizes at which no preset falls back to dense tokens."""
     generator = torch.Generator().manual_seed(0)
-    for name in ("bf16", "kivi", "kivi_recent", "qvg", "qvg4", "quantwm"):
+    for name in PRESETS:
         cache = KVCache(1, 1, 64, 600, preset(name))
         for chunk in range(2):
             k, v, q = (torch.randn(1, 600, 1, 64, generator=generator).bfloat16() for _ in "kvq")

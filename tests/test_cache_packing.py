@@ -13,15 +13,14 @@ from tests.cache_cases import (
     DIM,
     FRAME,
     HEADS,
-    PlainCache,
     cache_for,
     chunks_of,
     drive,
     small,
     small_codec,
 )
-
-PACKED = ["kivi", "qvg", "qvg4", "quantwm:qvg4"]
+from tests.codecs import PACKED_METHODS
+from tests.plain_cache import PlainCache
 
 
 def packed_ranges(layer: LayerCache, side: str = "keys") -> list[tuple[int, int]]:
@@ -43,7 +42,7 @@ def snr_db(expected: torch.Tensor, got: torch.Tensor) -> float:
 # --- content --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", PACKED)
+@pytest.mark.parametrize("method", PACKED_METHODS)
 @pytest.mark.parametrize(
     "policy",
     [
@@ -62,7 +61,7 @@ def test_packed_tokens_are_close_and_dense_tokens_exact(poisoned_memory, method,
     layer = cache_for(small(method, **policy))[0]
     window = policy.get("window_frames")
     sink = policy.get("sink_frames", 0) * FRAME
-    plain = PlainCache(None if window is None else window * FRAME, sink)
+    plain = PlainCache(1, None if window is None else window * FRAME, sink=sink)[0]
     seen_packed = 0
     for chunk in chunks:
         for k, v, q in chunk.passes:
@@ -82,7 +81,7 @@ def test_packed_tokens_are_close_and_dense_tokens_exact(poisoned_memory, method,
     assert seen_packed >= 8
 
 
-@pytest.mark.parametrize("method", PACKED)
+@pytest.mark.parametrize("method", PACKED_METHODS)
 def test_spans_are_what_encode_makes_of_the_chunks(method):
     """Byte for byte: the span's tokens joined, its number, its warm start. Chunks of equal and of
     other lengths, so that warm and cold starts both occur."""
@@ -126,7 +125,7 @@ def test_warm_start_can_be_off():
     assert values != encode(v.transpose(1, 2), config.values, span_key=SpanKey(0, "value", 1))
 
 
-@pytest.mark.parametrize("method", PACKED)
+@pytest.mark.parametrize("method", PACKED_METHODS)
 @pytest.mark.parametrize("policy", [{}, {"span_chunks": 2, "window_frames": 9, "sink_frames": 2}])
 def test_a_batch_equals_its_rows(method, policy):
     chunks = chunks_of([24, 24, 15, 24, 24], batch=2)
@@ -139,7 +138,7 @@ def test_a_batch_equals_its_rows(method, policy):
                 assert torch.equal(x[row : row + 1], y)
 
 
-@pytest.mark.parametrize("method", PACKED)
+@pytest.mark.parametrize("method", PACKED_METHODS)
 def test_two_runs_and_a_reset_run_are_the_same(method):
     """Statistics, warm starts, span numbers and counters all start anew; the RNG is not touched."""
     chunks = chunks_of([24] * 5)
@@ -168,7 +167,7 @@ def test_two_runs_and_a_reset_run_are_the_same(method):
 # --- which tokens ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", PACKED)
+@pytest.mark.parametrize("method", PACKED_METHODS)
 @pytest.mark.parametrize("span_chunks", [1, 2, 3])
 def test_every_token_is_encoded_once(method, span_chunks):
     """However often a chunk is rewritten and the window rolls."""
@@ -207,17 +206,18 @@ def test_the_window_frees_whole_segments_only():
 
 
 def test_an_unfinished_span_is_released_piece_by_piece():
-    """A waiting chunk outside the window is dropped and counted; the rest of its span is packed."""
+    """A waiting chunk outside the window is dropped and counted; the rest of its span is packed.
+    Chunks of unequal lengths: the shorter one of two shows that spans may fit."""
     layer = cache_for(small("qvg", span_chunks=3, window_frames=5))[0]
     seen = []
-    for chunk in chunks_of([24] * 6, passes=1):
+    for chunk in chunks_of([24, 16, 24, 16, 24, 16], passes=1):
         layer.write(*chunk.passes[0][:2], chunk.start)
         seen.append((layer.dropped_dense_tokens, packed_ranges(layer)))
-    assert seen == [(0, []), (0, []), (24, []), (24, [(24, 72)]), (24, []), (48, [])]
+    assert seen == [(0, []), (0, []), (24, []), (24, [(24, 64)]), (24, []), (40, [])]
     layer.commit()
-    assert packed_ranges(layer) == [(96, 144)]
-    assert layer.spans() == [(104, 144)]
-    assert layer.encoded_tokens == 48 + 48
+    assert packed_ranges(layer) == [(80, 120)]
+    assert layer.spans() == [(80, 120)]
+    assert layer.encoded_tokens == 40 + 40
 
 
 def test_a_policy_that_packs_nothing_is_an_error():
@@ -268,7 +268,7 @@ def test_keys_and_values_have_their_own_codecs(method):
     chunks = chunks_of([24] * 5)
     layer = cache_for(small(method, span_chunks=2, window_frames=6))
     reads = drive(layer, chunks)
-    plain = drive(PlainCache(6 * FRAME, 0), chunks)
+    plain = drive(PlainCache(1, 6 * FRAME), chunks)
     dense_side = 1 if method.endswith("bf16") else 0
     for read, expected in zip(reads, plain, strict=True):
         assert torch.equal(read[dense_side], expected[dense_side])
@@ -353,7 +353,7 @@ def test_bf16_says_why_it_is_dense():
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-@pytest.mark.parametrize("method", PACKED)
+@pytest.mark.parametrize("method", PACKED_METHODS)
 def test_other_dtypes_are_packed_without_passing_bf16(method, dtype):
     """A span of FP32 tokens is the FP32 tokens encoded, and decodes to FP32."""
     config = small(method)

@@ -24,6 +24,7 @@ from tests.cache_cases import (
     small,
     small_codec,
 )
+from tests.codecs import PLAIN_METHODS
 
 
 def moment_of(queries: Sequence[Tensor], heads: int = HEADS) -> Tensor:
@@ -243,7 +244,7 @@ def test_non_finite_queries_count_as_zero():
 # --- what does not count --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["bf16", "kivi", "qvg", "qvg4", "bf16:qvg4"])
+@pytest.mark.parametrize("method", [*PLAIN_METHODS, "bf16:qvg4"])
 def test_codecs_that_use_no_queries_keep_none(method):
     cache = cache_for(small(method))
     chunks = chunks_of([24, 24])

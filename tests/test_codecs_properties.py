@@ -5,15 +5,17 @@ from __future__ import annotations
 import gc
 import math
 import weakref
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from steadykv.codecs import CODECS, Payload, QueryMoment, payload_layout
+from steadykv.codecs import CODECS, Payload, QueryMoment, encode, payload_layout
 from steadykv.codecs.base import WORKSPACE_BYTES
-from steadykv.config import METHODS
+from steadykv.config import METHODS, CodecConfig, preset
+from steadykv.errors import ConfigError, ShapeError
 
 from .codecs import CASES, DEVICES, KEY, CodecCase, sample_moment, sample_tokens, sqnr
 from .conftest import Poison
@@ -348,3 +350,40 @@ def test_workspace_is_bounded(case: CodecCase, monkeypatch: pytest.MonkeyPatch) 
 def test_the_list_has_every_method() -> None:
     assert set(CODECS) == set(METHODS) == {case.config.method for case in CASES}
     assert len({case.name for case in CASES}) == len(CASES)
+
+
+def test_every_codec_has_a_title_of_its_own() -> None:
+    titles = [codec.title for codec in CODECS.values()]
+    assert all(titles)
+    assert len(set(titles)) == len(titles)
+
+
+@every_codec
+@pytest.mark.parametrize("value", [3.4e38, -3.4e38], ids=str)
+def test_the_largest_numbers_stay_finite(case: CodecCase, value: float) -> None:
+    """FP32 beyond the largest BF16 number rounds down, not to infinity."""
+    payload = case.encode(torch.full((1, 1, 20, 48), value))
+    for name, tensor in payload.tensors.items():
+        assert tensor.dtype.is_floating_point is False or tensor.float().isfinite().all(), name
+
+
+def test_other_kinds_of_arguments_are_refused_in_one_line() -> None:
+    x = sample_tokens(tokens=20)
+    config = CodecConfig("quantwm", centroids=4)
+    payload = encode(x, config)
+    wrong: list[tuple[type[Exception], str, Any]] = [
+        (ConfigError, "config is a str", lambda: encode(x, "qvg")),  # type: ignore[arg-type]
+        (ConfigError, "config is a CacheConfig", lambda: encode(x, preset("qvg"))),  # type: ignore[arg-type]
+        (ShapeError, "x is a ndarray", lambda: encode(x.float().numpy(), config)),  # type: ignore[arg-type]
+        (ShapeError, "stats is a Tensor", lambda: encode(x, config, stats=x)),  # type: ignore[arg-type]
+        (ShapeError, "warm is a str", lambda: encode(x, config, warm="x")),  # type: ignore[arg-type]
+        (ShapeError, "dtype is torch.int8", lambda: payload.decode(torch.int8)),
+        (ShapeError, "dtype is 'bf16'", lambda: payload.decode("bf16")),  # type: ignore[arg-type]
+        (ShapeError, "dtype is torch.int8", lambda: payload.decode(out=x.to(torch.int8))),
+        (ShapeError, "out is a list", lambda: payload.decode(out=[])),  # type: ignore[arg-type]
+    ]
+    for kind, words, call in wrong:
+        with pytest.raises(kind, match=words) as error:
+            call()
+        assert "expected" in str(error.value)
+        assert "\n" not in str(error.value)

@@ -13,8 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from steadykv.codecs import Payload, QueryMoment, SpanKey, decode, encode
-from steadykv.config import CodecConfig
+from steadykv.cache.workspace import encode_workspace_nbytes
+from steadykv.codecs import CODECS, Payload, QueryMoment, SpanKey, decode, encode
+from steadykv.codecs.qvg import QVGCodec
+from steadykv.config import METHODS, CodecConfig
 from steadykv.errors import PayloadError, ShapeError
 
 from .codecs import DEVICES, sample_moment, sample_tokens, sqnr
@@ -274,3 +276,34 @@ def test_a_failed_save_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="contiguous"):
         payload.save(tmp_path / "p")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_no_product_spans_batch_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batched product may pick its kernel by the batch size: decoding sees one row at a time."""
+    x = sample_tokens(3, 2, 40, 64)
+    payload = encode(x, CodecConfig("quantwm", centroids=8), stats=sample_moment(x))
+    sizes, bmm = [], torch.bmm
+
+    def recording(a: torch.Tensor, b: torch.Tensor, **options: Any) -> torch.Tensor:
+        sizes.append(a.shape[0])
+        return bmm(a, b, **options)
+
+    monkeypatch.setattr(torch, "bmm", recording)
+    payload.decode()
+    assert sizes == [2, 2, 2]
+
+
+def test_what_a_codec_is_stands_in_its_class(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new method is known by its attributes, not by its name."""
+
+    class Curious(QVGCodec):
+        needs_queries = True
+        encode_copies = 100.0
+
+    monkeypatch.setitem(METHODS, "curious", METHODS["qvg"])
+    monkeypatch.setitem(CODECS, "curious", Curious)
+    config, shape = CodecConfig("curious"), (1, 1, 64, 64)
+    assert config.needs_queries
+    assert not config.is_dense
+    stated = encode_workspace_nbytes(config, shape, False, torch.device("cpu"))
+    assert stated >= 100 * 4 * 64 * 64

@@ -16,9 +16,11 @@ __all__ = [
     "LAYOUTS",
     "Geometry",
     "check_finite",
+    "check_pair",
     "check_position",
     "copy_finite",
     "count_nonfinite",
+    "resolve_device",
 ]
 
 LAYOUTS = {"BSHD": 1, "BHSD": 2}
@@ -122,6 +124,17 @@ class Geometry:
         return ""
 
 
+def resolve_device(device: torch.device | str) -> torch.device:
+    """The device in full: "cuda" becomes "cuda:0". Raises ConfigError if there is none."""
+    try:
+        return torch.empty(0, device=device).device
+    except (RuntimeError, AssertionError, TypeError) as error:
+        why = (str(error).splitlines() or [""])[0]
+        raise ConfigError(
+            f"device is {device!r}: expected one that this torch can use, like 'cpu' ({why})"
+        ) from error
+
+
 def _one_of(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(map(str, dtypes))
 
@@ -148,6 +161,16 @@ def check_position(start: object, layer: int, open_range: tuple[int, int] | None
         f"layer {layer}: write at token {position}: expected {wanted}; chunks follow each other "
         "without gaps, and reset() starts over at 0"
     )
+
+
+def check_pair(name: str, pair: object) -> tuple[Tensor, Tensor]:
+    """`pair` as a tuple of two; else ShapeError. What the two are is checked elsewhere."""
+    if not isinstance(pair, tuple | list) or len(pair) != 2:
+        count = f" of {len(pair)}" if isinstance(pair, tuple | list) else ""
+        raise ShapeError(
+            f"{name} is a {type(pair).__name__}{count}: expected a pair of tensors (k, v)"
+        )
+    return pair[0], pair[1]
 
 
 def check_finite(layer: int, **tensors: Tensor) -> None:

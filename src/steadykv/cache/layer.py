@@ -10,9 +10,11 @@ from torch import Tensor
 from steadykv.cache.checks import (
     Geometry,
     check_finite,
+    check_pair,
     check_position,
     copy_finite,
     count_nonfinite,
+    resolve_device,
 )
 from steadykv.cache.isolation import isolated
 from steadykv.cache.ledger import LayerLedger, MemoryMeter
@@ -61,8 +63,12 @@ class LayerCache:
         debug: bool = False,
         meter: MemoryMeter | None = None,
     ) -> None:
-        # An empty tensor knows its device in full: "cuda" becomes "cuda:0".
-        place = torch.empty(0, device=device).device
+        if not isinstance(config, CacheConfig):
+            raise ConfigError(
+                f"config is {config!r}: expected a CacheConfig; preset(name) makes one, and "
+                "CacheConfig(keys, values) joins two codecs"
+            )
+        place = resolve_device(device)
         self.geometry = Geometry(num_heads, head_dim, frame_tokens, layout, dtype, place)
         self.config = config
         self.policy = SpanPolicy(config.policy, frame_tokens)
@@ -88,6 +94,7 @@ class LayerCache:
         self.dropped_dense_tokens = 0
         self.nonfinite_count = torch.zeros((), dtype=torch.int64, device=self.geometry.device)
         self._open: TokenRange | None = None
+        self._last_tokens = 0  # length of the newest committed chunk
         self._end = 0  # of the newest committed chunk
         self._chunks = 0  # committed
         self._last_piece: Piece | None = None
@@ -103,8 +110,9 @@ class LayerCache:
         start: that of the open chunk overwrites it, also with another length; its end commits it
         and opens the next one. NaN and Inf are stored as 0 and counted.
         Allocates K and V of a new chunk, and for a moment one byte per element of K.
-        Raises PositionError for any other start, ShapeError, ConfigError for a policy that turns
-        out to pack nothing, and NonFiniteError in debug mode; then nothing of it was stored.
+        Raises PositionError for any other start, ShapeError, ConfigError for a policy whose spans
+        turn out not to fit into the window, and NonFiniteError in debug mode; then nothing of it
+        was stored.
         """
         self.geometry.check("k", k, self.batch)
         self.geometry.check("v", v, self.batch)
@@ -113,9 +121,10 @@ class LayerCache:
         start = check_position(start, self.layer, self._open, self._end)
         if self.debug:
             check_finite(self.layer, k=k, v=v)
+        end = start + k.shape[self.geometry.token_dim]
+        self._check_span(start, end)
         if self._open is not None and start == self._open[1]:
             self.commit()
-        end = start + k.shape[self.geometry.token_dim]
         self._slide(end)
         self.batch, self._open = k.shape[0], (start, end)
         for store, tensor in ((self.keys, k), (self.values, v)):
@@ -140,6 +149,7 @@ class LayerCache:
         if not all(codec.is_dense for _, codec in self._sides()):
             self._waiting += [piece for piece in pieces if not piece.kept_dense]
         self._open, self._end, self._last_piece = None, end, pieces[-1]
+        self._last_tokens = end - start
         self._chunks += 1
         # A chunk that is cut at a border is copied, one tensor at a time.
         self._account(0 if len(pieces) == 1 else self._dense_nbytes(end - start))
@@ -185,6 +195,7 @@ class LayerCache:
             out = self.geometry.empty(batch, tokens), self.geometry.empty(batch, tokens)
             transient += 2 * self._dense_nbytes(tokens)
         else:
+            out = check_pair("out", out)
             self.geometry.check_out("out[0]", out[0], batch, tokens)
             self.geometry.check_out("out[1]", out[1], batch, tokens)
         k, v = (tensor.narrow(self.geometry.token_dim, 0, tokens) for tensor in out)
@@ -281,6 +292,30 @@ class LayerCache:
             self._account()
         self._waiting = [piece for piece in self._waiting if piece not in group]
         self.encoded_tokens += (end - start) * was_encoded
+
+    def _check_span(self, start: int, end: int) -> None:
+        """Raise ConfigError if the chunk [start, end) shows that no span is ever complete in time.
+
+        Chunk lengths may vary, and a first chunk often differs. So two in a row have to be too
+        long: the shorter one is taken as the length of all.
+        """
+        before = self._last_tokens
+        if self._open is not None and start == self._open[1]:
+            before = self._open[1] - self._open[0]
+        chunk = min(before, end - start)
+        longest = self.policy.longest_span(chunk) if chunk and end > self.policy.sink_tokens else 0
+        policy = self.config.policy
+        if not longest or policy.span_chunks <= longest:
+            return
+        if all(codec.is_dense for _, codec in self._sides()):
+            return
+        frames = -(-policy.span_chunks * chunk // self.geometry.frame_tokens) + policy.sink_frames
+        raise ConfigError(
+            f"span_chunks is {policy.span_chunks} with chunks of {chunk} tokens: expected at most "
+            f"{longest} in a window of {policy.window_frames} frames of "
+            f"{self.geometry.frame_tokens} tokens, sink included, because chunks leave it before "
+            f"their span is complete; lower span_chunks or set window_frames={frames}"
+        )
 
     def _slide(self, end: int) -> None:
         """Release what leaves the window when the newest chunk ends at `end`.

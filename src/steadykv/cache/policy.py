@@ -79,6 +79,16 @@ class SpanPolicy:
         """Whether all of [start, end) is outside the window, so that its memory can go."""
         return start >= self.sink_tokens and end <= window_start
 
+    def longest_span(self, chunk_tokens: int) -> int:
+        """Chunks of this length that a span can have before its first leaves unpacked; 0: any.
+
+        A span is packed when its last chunk is committed. Writing that one must leave a part of the
+        first inside the window: (span - 1) · chunk < window - sink.
+        """
+        if self.window_tokens is None:
+            return 0
+        return 1 + (self.window_tokens - self.sink_tokens - 1) // chunk_tokens
+
     # --- spans ------------------------------------------------------------------------------
 
     def place(self, start: int, end: int, chunk: int, last: Piece | None) -> tuple[Piece, ...]:

@@ -1,9 +1,10 @@
 """Stated upper bounds of what encoding and decoding allocate besides their results.
 
 The ledger's peak is built from these, because asking an allocator would count the host's tensors
-too. Factors are in FP32 copies of the tokens that one pass handles. They are measured allocations
-plus a few percent (`tests/test_cache_memory.py` holds them to it, from both sides); memory inside
-LAPACK or cuBLAS is not seen.
+too. The factors of a method (`Codec.encode_copies`, `decode_copies`) are FP32 copies of the tokens
+that one pass handles. They are measured allocations plus a few percent
+(`tests/test_cache_memory.py` holds them to it, from both sides); memory inside LAPACK or cuBLAS is
+not seen.
 """
 
 from __future__ import annotations
@@ -13,15 +14,12 @@ from collections.abc import Iterable
 import torch
 
 from steadykv.cache.segments import Segment
+from steadykv.codecs import CODECS
 from steadykv.codecs.base import WORKSPACE_BYTES
-from steadykv.config import CodecConfig
+from steadykv.config import METHODS, CodecConfig
 from steadykv.reference.blocks import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES
 
 __all__ = ["decode_workspace_nbytes", "encode_workspace_nbytes"]
-
-# method -> (encode, decode); a method that is not listed takes the largest.
-_FACTORS = {"bf16": (3.0, 0.0), "kivi": (3.6, 1.7), "qvg": (3.8, 2.7), "qvg4": (3.8, 2.7)}
-_LARGEST = (4.6, 3.4)
 
 # While distances to centroids are computed block by block: FP32 copies of the tokens, blocks of
 # k-means (one number a token and centroid), blocks of a candidate search (one a channel as well),
@@ -45,17 +43,16 @@ def encode_workspace_nbytes(
     centroids = min(codec.centroids, tokens)
     largest = CPU_BLOCK_BYTES if device.type == "cpu" else GPU_BLOCK_BYTES
     blocks = _KMEANS_BLOCKS * min(largest, 4 * tokens * centroids)
-    if codec.needs_queries:
+    if "candidates" in METHODS[codec.method]:
         blocks = max(blocks, _SEARCH_BLOCKS * min(largest, 4 * tokens * centroids * head_dim))
     clustering = (
         _CLUSTERING_COPIES * rows * row
         + _CENTROID_COPIES * 4 * rows * centroids * head_dim
         + blocks
     )
-    copies = _FACTORS.get(codec.method, _LARGEST)[0] * rows * row
+    copies = CODECS[codec.method].encode_copies * rows * row
     moments = _MOMENT_COPIES * 4 * rows * head_dim**2 if compensated else 0
-    # A method that is not listed may or may not cluster, so it is taken to do so.
-    clusters = codec.method not in ("bf16", "kivi")
+    clusters = "centroids" in METHODS[codec.method]
     # Several passes are joined at the end: the payload's parts and the whole live side by side.
     parts = codec.payload_nbytes(*shape, compensated) if rows < batch * heads else 0
     return int(max(copies, clustering if clusters else 0) + moments + parts)
@@ -71,4 +68,4 @@ def _decode(segment: Segment) -> int:
         return 0
     batch, heads, tokens, head_dim = segment.payload.shape
     block = min(WORKSPACE_BYTES, 4 * batch * heads * tokens * head_dim)
-    return int(_FACTORS.get(segment.payload.config.method, _LARGEST)[1] * block)
+    return int(CODECS[segment.payload.config.method].decode_copies * block)

@@ -1,7 +1,8 @@
 """Codecs: dense [B, H, S, D] in, `Payload` out, and back.
 
-`CODECS` is the one table of methods. A new method is one file beside these and one row here, one in
-`config.METHODS` (the fields it reads) and one in `tests/codecs.py`.
+`CODECS` is the one table of methods. What else the package knows of a method are attributes of its
+class (`Codec`). A new method is one file beside these and one row here, one in `config.METHODS`
+(the fields it reads), one in `config.PRESETS` and one in `tests/codecs.py`.
 """
 
 from __future__ import annotations

@@ -7,13 +7,19 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from ..reference.blocks import FP16_MAX, to_bfloat16
 from .base import Codec, Encoded, HeadInputs, Shape, TensorSpec
 
 __all__ = ["BF16Codec"]
 
 
 class BF16Codec(Codec):
-    """`dense` BF16 [B, H, S, D]: 16 bits an element."""
+    """`dense` BF16 [B, H, S, D]: 16 bits an element; FP32 beyond its largest number saturates."""
+
+    title = "BF16"
+    is_dense = True
+    encode_copies = 3.0
+    decode_copies = 0.0
 
     def layout(self, shape: Shape, compensated: bool) -> dict[str, TensorSpec]:
         """See `Codec.layout`."""
@@ -21,7 +27,7 @@ class BF16Codec(Codec):
 
     def encode(self, x: Tensor, inputs: HeadInputs) -> Encoded:
         """See `Codec.encode`."""
-        return Encoded({"dense": x.to(torch.bfloat16)})
+        return Encoded({"dense": to_bfloat16(x)})
 
     def decode(
         self, tensors: Mapping[str, Tensor], shape: Shape, out: Tensor, start: int, end: int
@@ -29,6 +35,5 @@ class BF16Codec(Codec):
         """See `Codec.decode`."""
         dense = tensors["dense"][:, :, start:end]
         if out.dtype == torch.float16:  # 65,504, the largest FP16 number, is 65,536 in BF16
-            limit = torch.finfo(torch.float16).max
-            dense = dense.float().clamp_(-limit, limit)
+            dense = dense.float().clamp_(-FP16_MAX, FP16_MAX)
         out.copy_(dense)

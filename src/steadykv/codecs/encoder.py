@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from ..config import CodecConfig
-from ..errors import ShapeError
+from ..errors import ConfigError, ShapeError
 from .base import FLAGS, WORKSPACE_BYTES, Codec, Encoded, HeadInputs, Shape, SpanKey
 from .payload import Payload
 from .query_moment import QueryMoment
@@ -42,10 +42,16 @@ def encode(
     Batch rows and heads are independent: encoding two rows together gives the bytes of encoding
     each alone.
     Allocates the payload and a workspace of about five FP32 copies of as many heads as fit in
-    `base.WORKSPACE_BYTES` (one head at least). Raises ShapeError.
+    `base.WORKSPACE_BYTES` (one head at least). Raises ShapeError; ConfigError for another kind of
+    `config`.
     """
     from . import codec_for
 
+    if not isinstance(config, CodecConfig):
+        raise ConfigError(
+            f"config is a {type(config).__name__}: expected a CodecConfig; a CacheConfig has two, "
+            "as in preset('qvg').keys"
+        )
     shape = _checked_shape(x)
     batch, heads = shape[:2]
     codec = codec_for(config)
@@ -116,6 +122,8 @@ def _empty(codec: Codec, shape: Shape, device: torch.device) -> Payload:
 
 
 def _checked_shape(x: Tensor) -> Shape:
+    if not isinstance(x, Tensor):
+        raise ShapeError(f"x is a {type(x).__name__}: expected a torch.Tensor [B, H, S, D]")
     if x.dim() != 4 or not x.shape[3] or x.dtype not in _DTYPES:
         raise ShapeError(
             f"x is {tuple(x.shape)} {x.dtype}: "
@@ -126,6 +134,11 @@ def _checked_shape(x: Tensor) -> Shape:
 
 
 def _check_moment(stats: QueryMoment, x: Tensor) -> None:
+    if not isinstance(stats, QueryMoment):
+        raise ShapeError(
+            f"stats is a {type(stats).__name__}: expected a QueryMoment; QueryMoment.empty(…) and "
+            "update(queries) make one"
+        )
     batch, heads, _, width = x.shape
     expected = (batch, heads, width, width)
     if tuple(stats.moment.shape) != expected or stats.moment.device != x.device:
@@ -139,6 +152,10 @@ def _start_centroids(
     codec: Codec, shape: Shape, warm: Payload | Tensor | None, initial: Tensor | None
 ) -> Tensor | None:
     """Centroids to start from [B, H, T, C_eff, D], or None for a cold start."""
+    if not isinstance(warm, Payload | Tensor | None):
+        raise ShapeError(f"warm is a {type(warm).__name__}: expected a Payload or its centroids")
+    if not isinstance(initial, Tensor | None):
+        raise ShapeError(f"initial_centroids is a {type(initial).__name__}: expected a Tensor")
     layout = codec.layout(shape, compensated=False).get("centroids")
     if layout is None:
         return None

@@ -22,6 +22,7 @@ __all__ = ["Payload"]
 FORMAT = "steadykv.payload"
 VERSION = 1
 _FLAG_PREFIX = "flags/"
+_DECODED = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,10 +82,19 @@ class Payload:
         counts), so that a [B, S, H, D] buffer is filled through its transpose. Allocates the result
         unless `out` is given, and an FP32 workspace of at most `base.WORKSPACE_BYTES` times a small
         constant. Any slice equals the same rows of the whole.
-        Raises ShapeError for a range outside the span and for an `out` that does not fit.
+        Raises ShapeError for a range outside the span, for a dtype other than BF16, FP16, FP32 and
+        FP64, and for an `out` that does not fit.
         """
         batch, heads, tokens, head_dim = self.shape
         end = tokens if end is None else end
+        if not isinstance(out, Tensor | None):
+            raise ShapeError(f"out is a {type(out).__name__}: expected a torch.Tensor or None")
+        wanted = dtype if out is None else out.dtype
+        if wanted not in _DECODED:
+            raise ShapeError(
+                f"dtype is {wanted!r}: expected {' or '.join(map(str, _DECODED))}; decode to one "
+                "of these and convert the result"
+            )
         if not 0 <= start <= end <= tokens:
             raise ShapeError(f"token range {start}..{end}: expected 0 <= start <= end <= {tokens}")
         shape = (batch, heads, end - start, head_dim)

@@ -30,6 +30,11 @@ class QuantWMCodec(QVG4Codec):
     A span without statistics has unit weights, no PSAC and the size of qvg4 (App. C.3).
     """
 
+    title = "QuantWM"
+    needs_queries = True
+    encode_copies = 4.6
+    decode_copies = 3.4
+
     def layout(self, shape: Shape, compensated: bool) -> dict[str, TensorSpec]:
         """See `Codec.layout`."""
         layout = super().layout(shape, compensated)

@@ -22,6 +22,9 @@ class QVGCodec(Codec):
     Bits per element: bits + 8·G/D + 8·T/D + 16·T·C/S.
     """
 
+    title = "QVG"
+    encode_copies = 3.8
+    decode_copies = 2.7
     grid = "symmetric"
     stages = 1
 

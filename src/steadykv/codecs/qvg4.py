@@ -19,6 +19,7 @@ class QVG4Codec(QVGCodec):
     Bits per element: bits + (8 + bits)·G/D + 8·T/D + 16·T·C/S + 16/(S·D).
     """
 
+    title = "QVG4"
     grid = "affine_zero"
 
     def metadata_layout(

@@ -1,4 +1,4 @@
-"""Shared by the reference ops: bounded blocks; sums and products blind to the batch size."""
+"""Shared by the reference ops: blocks, limits; sums and products blind to the batch size."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["gather_rows", "head_matmul", "row_blocks", "tree_sum"]
+__all__ = ["FP16_MAX", "gather_rows", "head_matmul", "row_blocks", "to_bfloat16", "tree_sum"]
+
+FP16_MAX = 65504.0
+BF16_MAX = torch.finfo(torch.bfloat16).max
 
 # Bytes of a temporary. On the CPU it should stay in the second-level cache: 1 MiB to 8 MiB are
 # equally fast for the [rows, C, D] differences of QSAC on an EPYC core, 32 MiB takes half as long
@@ -47,3 +50,8 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
     heads, rows, width = table.shape
     flat = ids + rows * torch.arange(heads, device=ids.device)[:, None]
     return table.reshape(-1, width).index_select(0, flat.reshape(-1)).view(*ids.shape, width)
+
+
+def to_bfloat16(x: Tensor) -> Tensor:
+    """Rounds to BF16 without ever reaching infinity."""
+    return x.clamp(-BF16_MAX, BF16_MAX).to(torch.bfloat16)

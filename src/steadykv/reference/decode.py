@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from .blocks import gather_rows
+from .blocks import FP16_MAX, gather_rows
 from .group_quantize import group_dequantize
 
 __all__ = ["decode_clustered", "decode_grouped"]
@@ -15,7 +15,6 @@ __all__ = ["decode_clustered", "decode_grouped"]
 # FP32 bytes of one block of rows, all heads together. The 1,152 tokens of three heads of the
 # embedded model need 1.7 MB, one layer of 4,680 tokens and 12 heads 28.8 MB.
 BLOCK_BYTES = 64 << 20
-FP16_MAX = 65504.0
 
 
 def decode_clustered(
@@ -45,9 +44,7 @@ def decode_clustered(
             base += gather_rows(centroids[:, stage], ids[:, stage])
         value += base
         if "basis" in packed:
-            codes = packed["coef_codes"][:, first:last].float()
-            correction = torch.bmm(codes, packed["basis"].float().transpose(1, 2))
-            value += correction.mul_(packed["coef_scales"][:, first:last, None])
+            _add_correction(value, packed, out.shape[1], first, last)
         _store(value, out[:, :, first - start : last - start])
 
 
@@ -66,6 +63,17 @@ def decode_grouped(
     for first, last in _token_blocks(out, start, end):
         value = group_dequantize(packed, grid, bits, group_size, out.shape[-1], first, last, axis)
         _store(value, out[:, :, first - start : last - start])
+
+
+def _add_correction(
+    value: Tensor, packed: Mapping[str, Tensor], heads: int, first: int, last: int
+) -> None:
+    """Adds alpha·(codes · U^T) to value [N, last - first, D]: one product shape for any batch."""
+    for row in range(0, value.shape[0], heads):
+        at = slice(row, row + heads)
+        codes, basis = packed["coef_codes"][at, first:last].float(), packed["basis"][at].float()
+        correction = torch.bmm(codes, basis.transpose(1, 2))
+        value[at] += correction.mul_(packed["coef_scales"][at, first:last, None])
 
 
 def _token_blocks(out: Tensor, start: int, end: int) -> Iterator[tuple[int, int]]:

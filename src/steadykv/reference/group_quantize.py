@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
+from .blocks import FP16_MAX
 from .pack import pack, unpack
 
 __all__ = ["group_dequantize", "group_quantize"]
 
 E4M3_MAX = 448.0
 E4M3_TINY = 2.0**-9  # the smallest E4M3 number: a lower floor would round to a scale of zero
-FP16_MAX = 65504.0
 
 
 def group_quantize(

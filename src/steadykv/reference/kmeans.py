@@ -5,11 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .blocks import gather_rows, row_blocks, tree_sum
+from .blocks import gather_rows, row_blocks, to_bfloat16, tree_sum
 
 __all__ = ["assign", "cluster_means", "gather_rows", "kmeans", "to_bfloat16"]
-
-BF16_MAX = torch.finfo(torch.bfloat16).max
 
 
 def kmeans(
@@ -57,8 +55,3 @@ def cluster_means(x: Tensor, ids: Tensor, previous: Tensor) -> Tensor:
         sums = torch.segment_reduce(rows[order], "sum", lengths=counts, axis=0, unsafe=True)
     means = (sums / counts.clamp(min=1)[:, None]).view(heads, clusters, width)
     return torch.where(counts.view(heads, clusters, 1) > 0, means, previous)
-
-
-def to_bfloat16(x: Tensor) -> Tensor:
-    """Rounds to BF16 without ever reaching infinity."""
-    return x.clamp(-BF16_MAX, BF16_MAX).to(torch.bfloat16)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .blocks import head_matmul, tree_sum
+from .blocks import FP16_MAX, head_matmul, tree_sum
 
 __all__ = ["compensate", "query_basis"]
 
-FP16_MAX = 65504.0
 CODE_MAX = 127
 
 

@@ -1,0 +1,172 @@
+"""How one tensor (keys or values) is packed, and the table of methods."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, fields
+from typing import Any
+
+from ..errors import ConfigError
+
+__all__ = ["METHODS", "VERSION", "CodecConfig", "check_fields", "check_int"]
+
+VERSION = 1
+
+_CLUSTERED = ("bits", "group_size", "centroids", "iterations", "warm_start", "seed")
+
+# Method -> the fields it reads. A field that a method does not read has to keep its default: a
+# setting that changes nothing would look like a result. (`bits` of bf16 is tolerated, so that one
+# loop over bit widths may include it.)
+METHODS: dict[str, tuple[str, ...]] = {
+    "bf16": ("bits",),
+    "kivi": ("bits", "group_size", "axis"),
+    "qvg": _CLUSTERED,
+    "qvg4": _CLUSTERED,
+    "quantwm": (*_CLUSTERED, "candidates", "rank", "retain", "coef_layout", "first_span"),
+}
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "bits": (2, 4),
+    "axis": ("channels", "tokens"),
+    "retain": ("row", "always"),
+    "coef_layout": ("dense", "auto"),
+    "first_span": ("paper", "own"),
+}
+
+# Inclusive bounds. Centroid ids are uint8 up to 256 centroids and uint16 above.
+_RANGES: dict[str, tuple[int, int]] = {
+    "group_size": (1, 1 << 16),
+    "centroids": (1, 1 << 16),
+    "iterations": (0, 1000),
+    "candidates": (1, 1 << 16),
+    "rank": (0, 1024),
+    "seed": (0, (1 << 63) - 1),
+}
+
+
+def check_int(owner: str, name: str, value: Any, low: int, high: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise ConfigError(f"{owner}.{name} is {value!r}: expected an integer from {low} to {high}")
+
+
+def check_fields(cls: type, data: dict[str, Any]) -> dict[str, Any]:
+    """Checks the version and the names of a stored dictionary; returns it without the version."""
+    if not isinstance(data, dict):
+        raise ConfigError(f"{cls.__name__} data is a {type(data).__name__}: expected a dictionary")
+    data = dict(data)
+    version = data.pop("version", None)
+    if version != VERSION:
+        raise ConfigError(
+            f"{cls.__name__} data has version {version!r}: this release reads version {VERSION}"
+        )
+    known = [f.name for f in fields(cls)]
+    for name in data:
+        if name not in known:
+            raise ConfigError(f"{cls.__name__} has no field {name!r}: known are {', '.join(known)}")
+    return data
+
+
+@dataclass(frozen=True)
+class CodecConfig:
+    """How one tensor is packed. See `METHODS` for the fields that each method reads.
+
+    method: "bf16", "kivi", "qvg", "qvg4" or "quantwm".
+    bits: bits of one residual code, 2 or 4.
+    group_size: elements that share a scale: channels, or tokens for kivi with axis "tokens".
+    axis: kivi only; "tokens" (one scale a channel and run of tokens, for keys) or "channels" (for
+    values).
+    centroids: cluster means per head and span (capped by the span's tokens).
+    iterations: k-means iterations before the final assignment; fixed, without a convergence test.
+    warm_start: start from the centroids of the span before, if its geometry is the same.
+    candidates: nearest centroids that compete on quantization range (QSAC).
+    rank: query directions in which the key error is stored (PSAC); 0 turns PSAC off.
+    retain: "row" keeps a correction only where it lowers the query-weighted error, "always" keeps
+    all.
+    coef_layout: "dense" (size known beforehand) or "auto" (the smaller of dense and sparse; syncs
+    the host).
+    first_span: "paper" (no query statistics in the first span) or "own" (those of its own passes).
+    seed: of the private generator that draws cold-start centroids.
+    """
+
+    method: str = "qvg"
+    bits: int = 2
+    group_size: int = 64
+    axis: str = "channels"
+    centroids: int = 256
+    iterations: int = 2
+    warm_start: bool = True
+    candidates: int = 4
+    rank: int = 8
+    retain: str = "row"
+    coef_layout: str = "dense"
+    first_span: str = "paper"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.method, str) or self.method not in METHODS:
+            raise ConfigError(f"unknown method {self.method!r}: known are {', '.join(METHODS)}")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in choices or isinstance(getattr(self, name), bool):
+                expected = " or ".join(repr(choice) for choice in choices)
+                raise ConfigError(
+                    f"CodecConfig.{name} is {getattr(self, name)!r}: expected {expected}"
+                )
+        for name, (low, high) in _RANGES.items():
+            check_int("CodecConfig", name, getattr(self, name), low, high)
+        if not isinstance(self.warm_start, bool):
+            raise ConfigError(
+                f"CodecConfig.warm_start is {self.warm_start!r}: expected True or False"
+            )
+        for item in fields(self):
+            name = item.name
+            if name == "method" or name in METHODS[self.method]:
+                continue
+            if getattr(self, name) != item.default:
+                raise ConfigError(
+                    f"CodecConfig.{name} is {getattr(self, name)!r}: {self.method!r} ignores it, "
+                    f"expected its default {item.default!r}"
+                )
+
+    @property
+    def needs_queries(self) -> bool:
+        """Whether the codec gets better with the query moment (`observe_queries`)."""
+        from ..codecs import CODECS
+
+        return CODECS[self.method].needs_queries
+
+    @property
+    def is_dense(self) -> bool:
+        """Whether the codec stores 16-bit numbers as they are."""
+        from ..codecs import CODECS
+
+        return CODECS[self.method].is_dense
+
+    def payload_nbytes(
+        self, batch: int, heads: int, tokens: int, head_dim: int, compensated: bool = True
+    ) -> int:
+        """Bytes of the payload of a [batch, heads, tokens, head_dim] span, exact before encoding.
+
+        compensated: False is the size of a cold start (no basis, no coefficients). With coef_layout
+        "auto" the result is an upper bound.
+        """
+        from ..codecs import payload_layout
+
+        layout = payload_layout(self, (batch, heads, tokens, head_dim), compensated=compensated)
+        return sum(item.nbytes for item in layout.values())
+
+    def bits_per_element(
+        self, batch: int, heads: int, tokens: int, head_dim: int, compensated: bool = True
+    ) -> float:
+        """Stored bits per element of one span, metadata included; 0 for an empty span."""
+        elements = batch * heads * tokens * head_dim
+        nbytes = self.payload_nbytes(batch, heads, tokens, head_dim, compensated)
+        return 8 * nbytes / elements if elements else 0.0
+
+    def to_dict(self) -> dict[str, Any]:
+        """A JSON-able dictionary with a version."""
+        return {"version": VERSION, **dataclasses.asdict(self)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> CodecConfig:
+        """Inverse of `to_dict`; an unknown version or field is a ConfigError."""
+        return cls(**check_fields(cls, data))
