@@ -28,7 +28,9 @@ class PlainLayer:
             self.commit()
         self.open = (start, k.detach().to(self.dtype).clone(), v.detach().to(self.dtype).clone())
         if self.window is not None:
-            self.first = max(self.first, start + k.shape[1] - (self.window - self.sink))
+            # what has left stays gone; the open chunk is there as a whole
+            held = min(self.first, start)
+            self.first = max(held, start + k.shape[1] - (self.window - self.sink))
 
     def observe_queries(self, q: torch.Tensor) -> None:
         pass
@@ -50,9 +52,6 @@ class PlainLayer:
 
     def read(self) -> tuple[torch.Tensor, torch.Tensor]:
         pieces = list(self._visible())
-        if not pieces:  # a short rewrite, all of it behind a window that never moves back
-            _, k, v = self.open or self.kept[-1]
-            return k[:, :0], v[:, :0]
         return torch.cat([k for _, k, _ in pieces], 1), torch.cat([v for _, _, v in pieces], 1)
 
     def spans(self) -> list[tuple[int, int]]:

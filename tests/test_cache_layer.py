@@ -55,7 +55,7 @@ def test_bf16_is_a_plain_sliding_window(poisoned_memory, window, sink, lengths, 
 
 
 def test_rewrites_may_change_the_length():
-    """Longer, shorter, and across the window's end; the window never moves back."""
+    """Longer, shorter, and across the window's end; what was released stays gone."""
     cache = cache_for(small(window_frames=4))[0]
     plain = PlainCache(1, 4 * FRAME)[0]
     generator = torch.Generator().manual_seed(3)

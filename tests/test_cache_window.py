@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
-from steadykv.cache import LayerCache
-from steadykv.config import CacheConfig
+from steadykv.cache import KVCache, LayerCache
+from steadykv.config import CacheConfig, preset
 from steadykv.errors import ConfigError
 from tests.cache_cases import NoHostSync, cache_for, chunks_of, drive, small
 
@@ -72,3 +73,16 @@ def test_a_short_first_chunk_hides_nothing():
         layer.write(*chunk.passes[0][:2], chunk.start)
     with pytest.raises(ConfigError, match="span_chunks is 3 with chunks of 24 tokens"):
         layer.write(*chunks[2].passes[0][:2], chunks[2].start)
+
+
+def test_a_shorter_rewrite_of_a_chunk_longer_than_the_window_reads_all_it_holds() -> None:
+    cache = KVCache(1, 1, 8, 4, preset("bf16", window_frames=3), layout="BSHD")
+    k = torch.randn(1, 18, 1, 8, generator=torch.Generator().manual_seed(0)).bfloat16()
+    layer = cache[0]
+    for length in (18, 10, 2):
+        layer.write(k[:, :length], k[:, :length], 0)
+        got, _ = layer.read()
+        assert torch.equal(got, k[:, max(0, length - 12) : length])
+    cache.commit()
+    layer.write(k[:, 2:5], k[:, 2:5], 2)
+    assert torch.equal(layer.read()[0], k[:, :5])

@@ -11,10 +11,11 @@ import pytest
 import torch
 
 import steadykv
-from steadykv.cli.common import command_text, expand_lists, new_folder, report_failure
+from steadykv.cli.common import claim, command_text, expand_lists, new_folder, report_failure
 from steadykv.cli.main import main
 from steadykv.cli.options import METHODS_HELP
 from steadykv.config import PRESETS
+from steadykv.errors import ConfigError
 
 
 @pytest.mark.parametrize(
@@ -199,3 +200,16 @@ def test_version_needs_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert done.stdout.splitlines()[1:] == ["[]"], done.stderr
+
+
+@pytest.mark.parametrize(
+    "typed", [["--methods", ""], ["--methods="], ["--methods", ","], ["--methods", "--frames", "6"]]
+)
+def test_an_empty_list_of_methods_is_refused(typed: list[str]) -> None:
+    assert "" in expand_lists(["demo", *typed])
+
+
+def test_a_folder_is_claimed_once(tmp_path: Path) -> None:
+    claim(tmp_path / "results" / "one")
+    with pytest.raises(ConfigError, match="another run"):
+        claim(tmp_path / "results" / "one")

@@ -320,10 +320,11 @@ class LayerCache:
     def _slide(self, end: int) -> None:
         """Release what leaves the window when the newest chunk ends at `end`.
 
-        The window never moves back: a shorter rewrite of the open chunk must not ask for tokens
-        that are gone.
+        The window never moves back past what was released: a shorter rewrite of the open chunk
+        must not ask for tokens that are gone. All of the open chunk is still held.
         """
-        first = max(self._window_start, self.policy.window_start(end))
+        held = self._window_start if self._open is None else min(self._window_start, self._open[0])
+        first = max(held, self.policy.window_start(end))
         if first == self._window_start:
             return
         lost = [p for p in self._waiting if self.policy.has_left(p.start, p.end, first)]

@@ -37,9 +37,12 @@ def expand_lists(arguments: Sequence[str]) -> list[str]:
     """``--methods a b c`` (and ``a,b,c``) as the repeated options that the parser understands."""
     expanded: list[str] = []
     option: str | None = None
-    for argument in arguments:
+    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=False):
         name, equals, value = argument.partition("=")
-        if argument in LIST_OPTIONS:
+        if argument in LIST_OPTIONS and following.startswith("-") and argument != arguments[-1]:
+            expanded += [argument, ""]  # named, but given nothing
+            option = None
+        elif argument in LIST_OPTIONS:
             option = argument
         elif equals and name in LIST_OPTIONS:
             option = name
@@ -57,7 +60,9 @@ def expand_lists(arguments: Sequence[str]) -> list[str]:
 
 
 def _repeated(option: str, values: str) -> list[str]:
-    return [part for value in values.split(",") if value for part in (option, value)]
+    """The option before each value; an empty list stays an empty value, which is then refused."""
+    given = [value for value in values.split(",") if value] or [""]
+    return [part for value in given for part in (option, value)]
 
 
 def checked_methods(
@@ -130,6 +135,24 @@ def new_folder(out: Path | None, kind: str) -> Path:
     stem = Path("results") / f"{kind}-{datetime.now():%Y%m%d-%H%M%S}"
     candidates = [stem, *(stem.with_name(f"{stem.name}-{count}") for count in range(2, 100))]
     return next(path for path in candidates if not path.exists())
+
+
+def claim(folder: Path) -> None:
+    """Make the result folder, which nobody else may have made meanwhile.
+
+    Raises ConfigError if somebody has, SteadyKVError if it cannot be made.
+    """
+    try:
+        folder.mkdir(parents=True)
+    except FileExistsError:
+        raise ConfigError(
+            f"--out: got {folder}, which another run has just made; choose another name, or start "
+            "again"
+        ) from None
+    except OSError as error:
+        raise SteadyKVError(
+            f"could not make the folder {folder}: {error.strerror or error}; choose another"
+        ) from error
 
 
 def new_file(path: Path, option: str) -> Path:

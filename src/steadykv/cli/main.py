@@ -5,6 +5,7 @@ Imports next to nothing: Ctrl-C must find `main` running, not Python still impor
 
 from __future__ import annotations
 
+import io
 import sys
 from collections.abc import Sequence
 
@@ -25,6 +26,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from steadykv.cli.common import expand_lists, report_failure
     except KeyboardInterrupt:
         return say(INTERRUPTED_EARLY, INTERRUPTED)
+    for stream in (sys.stdout, sys.stderr):  # a terminal without UTF-8 gets "?", not a traceback
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         code = app(
             expand_lists(typed) or ["--help"],

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from steadykv.cli.common import (
     Advance,
     Interrupted,
+    claim,
     describe_kept,
     kept_files,
     remove_if_empty,
@@ -53,6 +54,8 @@ class Session:
 
     def run(self, advance: Advance) -> ComparisonResult:
         """Run everything and write the report. Raises Interrupted, or what the library raises."""
+        had_parent = self.folder.parent.exists()
+        claim(self.folder)
         try:
             result = self._compare(advance)
             self._report(result, advance)
@@ -64,6 +67,8 @@ class Session:
             raise
         finally:
             remove_if_empty(self.folder)
+            if not had_parent:
+                remove_if_empty(self.folder.parent)
         return result
 
     def _compare(self, advance: Advance) -> ComparisonResult:

@@ -182,6 +182,7 @@ def compare_batch(
     mse = frame_mse(reference, video).tolist()
     ssim = ssim_by_frame(reference, video).tolist()
     flicker = flicker_by_step(reference, video).tolist()
+    measured = shift if shift is not None and shift.is_measured else None
     return [
         RolloutRecord(
             method=method,
@@ -190,8 +191,8 @@ def compare_batch(
             mse_by_frame=tuple(mse[index]),
             ssim_by_frame=tuple(ssim[index]),
             flicker_by_step=tuple(flicker[index]),
-            top1_shift=None if shift is None else shift.top1[index],
-            top5_shift=None if shift is None else shift.top5[index],
+            top1_shift=None if measured is None else measured.top1[index],
+            top5_shift=None if measured is None else measured.top5[index],
         )
         for index, (name, seed) in enumerate(zip(rows.names, seeds, strict=True))
     ]

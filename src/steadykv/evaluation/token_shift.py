@@ -32,6 +32,7 @@ class MethodShift:
         denoising passes only. top5: 1 - overlap of the five best, likewise.
     clean_top1: top1 over the clean passes that commit a chunk.
     top1_by_layer: top1 by layer, averaged over rollouts.
+    is_packed: whether the keys are packed at all; if not, no selection can change.
     queries: compared selections per rollout (layers x heads x queries x passes) in top1 and top5;
         with 0 (nothing was packed in the window, or keys are dense) the shift is 0.
     """
@@ -41,6 +42,12 @@ class MethodShift:
     clean_top1: list[float]
     top1_by_layer: list[float]
     queries: int
+    is_packed: bool = True
+
+    @property
+    def is_measured(self) -> bool:
+        """False where keys are packed and no query has met one: that is not a shift of 0."""
+        return self.queries > 0 or not self.is_packed
 
 
 @dataclass(frozen=True)
@@ -194,7 +201,9 @@ class ShiftProbe:
         for method, shadow in self.shadow_of.items():
             if shadow is None or counts is None:
                 nothing = [0.0] * self._layers[0].rollouts
-                methods[method] = MethodShift(nothing, nothing, nothing, [0.0] * len(self), 0)
+                methods[method] = MethodShift(
+                    nothing, nothing, nothing, [0.0] * len(self), 0, is_packed=shadow is not None
+                )
             else:
                 place = list(self.shadows).index(shadow)
                 methods[method] = self._shift(shadow, counts[:, place])
