@@ -316,3 +316,36 @@ def test_damaged_weights_are_one_clear_error(tmp_path: Path, damage: str) -> Non
     with pytest.raises(PayloadError) as caught:
         load_world(path)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"actions": None},
+        {"actions": "left"},
+        {"actions": [300]},
+        {"frames": "3"},
+        {"name": None},
+    ],
+)
+def test_damaged_episodes_are_one_clear_error(tmp_path: Path, row: dict[str, object]) -> None:
+    path = tmp_path / "episodes.zip"
+    save_episodes(path, small_episodes(1))
+    with zipfile.ZipFile(path) as archive:
+        rows = json.loads(archive.read("episodes.json"))
+        pictures = {name: archive.read(name) for name in archive.namelist() if ".png" in name}
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("episodes.json", json.dumps([rows[0] | row]))
+        for name, data in pictures.items():
+            archive.writestr(name, data)
+    with pytest.raises(PayloadError) as caught:
+        load_episodes(1, path)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "bad", [{"chunk_frames": 0}, {"patch": 0}, {"num_heads": 0}, {"width": "48"}, {"patch": 8.0}]
+)
+def test_a_geometry_of_wrong_numbers_is_refused(bad: dict[str, object]) -> None:
+    with pytest.raises(ConfigError, match="whole number"):
+        WorldConfig.from_dict(SMALL.to_dict() | bad)

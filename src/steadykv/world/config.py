@@ -40,12 +40,22 @@ class WorldConfig:
     commit_time: float = 0.9
 
     def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            value, least = getattr(self, field.name), int(field.name != "sink_frames")
+            if field.type == "int" and (type(value) is not int or value < least):
+                raise ConfigError(
+                    f"{field.name}: got {value!r}, expected a whole number of at least {least}"
+                )
         if self.image_height % self.patch or self.image_width % self.patch:
             raise ConfigError(
                 f"patch: got {self.patch}, expected a divisor of {self.image_height} and "
                 f"{self.image_width}; choose another patch"
             )
-        if sum(self.rope_dims) != self.head_dim or any(size % 2 for size in self.rope_dims):
+        if (
+            len(self.rope_dims) != 3
+            or sum(self.rope_dims) != self.head_dim
+            or any(size % 2 for size in self.rope_dims)
+        ):
             raise ConfigError(
                 f"rope_dims: got {self.rope_dims}, expected three even sizes that add up to "
                 f"{self.head_dim}"

@@ -16,6 +16,18 @@ from PIL import Image
 
 from steadykv.errors import ConfigError, PayloadError
 
+# what reading an archive with wrong contents raises
+DAMAGE = (
+    OSError,
+    KeyError,
+    TypeError,
+    ValueError,
+    RuntimeError,
+    OverflowError,
+    zipfile.BadZipFile,
+    Image.DecompressionBombError,
+)
+
 
 @dataclass(frozen=True)
 class Episodes:
@@ -69,24 +81,22 @@ def load_episodes(which: int | Sequence[int] = 64, path: str | Path | None = Non
             wanted = list(range(which)) if isinstance(which, int) else list(which)
             if not wanted or min(wanted) < 0 or max(wanted) >= len(rows):
                 raise ConfigError(
-                    f"episodes: got {which}, expected numbers from 0 to {len(rows) - 1}"
+                    f"episodes: got {which}, expected some of the {len(rows)} there are, "
+                    f"numbered from 0 to {len(rows) - 1}"
                 )
+            names = tuple(str(rows[i]["name"]) for i in wanted)
             frames = []
-            for i in wanted:
-                strip = np.asarray(
-                    Image.open(io.BytesIO(archive.read(f"{rows[i]['name']}.png"))).convert("RGB")
-                )
-                frames.append(
-                    torch.from_numpy(strip.reshape(rows[i]["frames"], -1, *strip.shape[1:]).copy())
-                )
+            for i, name in zip(wanted, names, strict=True):
+                picture = Image.open(io.BytesIO(archive.read(f"{name}.png")))
+                strip = np.asarray(picture.convert("RGB"))
+                shape = (rows[i]["frames"], -1, *strip.shape[1:])
+                frames.append(torch.from_numpy(strip.reshape(shape).copy()))
+            actions = torch.tensor([rows[i]["actions"] for i in wanted], dtype=torch.uint8)
+            return Episodes(torch.stack(frames), actions, names)
     except ConfigError:
         raise
-    except (OSError, KeyError, ValueError, zipfile.BadZipFile) as error:
+    except DAMAGE as error:
+        reason = str(error).partition("\n")[0]
         raise PayloadError(
-            f"{source}: got no readable archive of episodes ({error}); expected episodes.zip"
+            f"{source}: got no readable archive of episodes ({reason}); expected episodes.zip"
         ) from error
-    return Episodes(
-        torch.stack(frames),
-        torch.tensor([rows[i]["actions"] for i in wanted], dtype=torch.uint8),
-        tuple(rows[i]["name"] for i in wanted),
-    )
