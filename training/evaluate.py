@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from checkpoint import load_any
 from data import HELD_OUT_STEPS, LEFT, RIGHT
-from speed import new_cache, speed
+from speed import own_cache, speed
 
 from steadykv.evaluation.metrics import frame_mse, psnr_from_mse
 from steadykv.world import Episodes, WorldModel, rollout
@@ -142,7 +142,7 @@ def long_run(
 
     Finite, not one colour, and memory that stays flat after the window is full.
     """
-    cache = new_cache(world)
+    cache = own_cache(world)
     sizes: list[tuple[int, int]] = []
 
     def watch(done: int, total: int) -> None:
@@ -193,7 +193,7 @@ def sweep(world: WorldModel, walks: Path) -> list[dict[str, Any]]:
     rows, own = [], world.config
     for times, commit in SWEEP:
         levels = own.noise_levels if times is None else times
-        video = rollout(with_sampling(world, levels, commit), episodes, new_cache(world), 72)
+        video = rollout(with_sampling(world, levels, commit), episodes, own_cache(world), 72)
         numbers = measures(video, true[:, :75], episodes, bank)
         rows.append({"levels": levels, "commit": commit, **numbers})
         printed = {"commit": commit, **numbers}
@@ -206,7 +206,7 @@ def judge_held_out(
     world: WorldModel, episodes: Episodes, true: torch.Tensor, bank: torch.Tensor, out: Path
 ) -> dict[str, float]:
     """The measures of 96 generated frames; six walks and their rollouts go to `rollouts.png`."""
-    video = rollout(world, episodes, new_cache(world), 96)
+    video = rollout(world, episodes, own_cache(world), 96)
     numbers = measures(video, true, episodes, bank)
     picks = list(range(0, len(episodes), max(1, len(episodes) // 6)))
     sheet = torch.stack((true[picks], video[picks]), 1).flatten(0, 1)

@@ -15,24 +15,15 @@ import torch
 from checkpoint import load_any
 
 from steadykv import KVCache, preset
+from steadykv.evaluation.rollouts import new_cache
 from steadykv.world import Episodes, WorldModel, rollout
 
 
-def new_cache(world: WorldModel) -> KVCache:
+def own_cache(world: WorldModel) -> KVCache:
     """A BF16 cache with the model's own window."""
     config = world.config
-    cache_config = preset(
-        "bf16", window_frames=config.window_frames, sink_frames=config.sink_frames
-    )
-    return KVCache(
-        config.num_layers,
-        config.num_heads,
-        config.head_dim,
-        config.frame_tokens,
-        cache_config,
-        layout="BSHD",
-        device=world.embed.weight.device,
-    )
+    policy = {"window_frames": config.window_frames, "sink_frames": config.sink_frames}
+    return new_cache(world, preset("bf16", **policy))
 
 
 def speed(world: WorldModel) -> dict[str, float]:
@@ -53,7 +44,7 @@ def speed(world: WorldModel) -> dict[str, float]:
         def note(_done: int, _total: int, stamps: list[float] = stamps) -> None:
             stamps.append(time.perf_counter())
 
-        rollout(world, still, new_cache(world), frames, on_chunk=note)
+        rollout(world, still, own_cache(world), frames, on_chunk=note)
     return {
         "seconds_a_chunk_window_full": float(np.median(np.diff(stamps)[full:])),
         "frames_per_second": frames / (stamps[-1] - stamps[0]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import sys
@@ -37,13 +38,14 @@ def expand_lists(arguments: Sequence[str]) -> list[str]:
     """``--methods a b c`` (and ``a,b,c``) as the repeated options that the parser understands."""
     expanded: list[str] = []
     option: str | None = None
-    for argument, following in zip(arguments, [*arguments[1:], "-"], strict=False):
+    for argument, following in itertools.zip_longest(arguments, arguments[1:]):
         name, equals, value = argument.partition("=")
-        if argument in LIST_OPTIONS and following.startswith("-") and argument != arguments[-1]:
-            expanded += [argument, ""]  # named, but given nothing
-            option = None
-        elif argument in LIST_OPTIONS:
+        if argument in LIST_OPTIONS:
             option = argument
+            if following is None:  # reaches the parser as it is, which then asks for a value
+                expanded.append(argument)
+            elif following.startswith("-"):  # named, but given nothing: refused as an empty value
+                expanded += [argument, ""]
         elif equals and name in LIST_OPTIONS:
             option = name
             expanded += _repeated(name, value)
@@ -54,9 +56,7 @@ def expand_lists(arguments: Sequence[str]) -> list[str]:
             expanded += _repeated(option, argument)
         else:
             expanded.append(argument)
-    # A list option without any value reaches the parser as it is, which then asks for one.
-    last = arguments[-1] if arguments else ""
-    return [*expanded, last] if last in LIST_OPTIONS else expanded
+    return expanded
 
 
 def _repeated(option: str, values: str) -> list[str]:
