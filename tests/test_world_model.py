@@ -21,7 +21,14 @@ from tests.plain_cache import PlainCache
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 
 SMALL = WorldConfig(
-    num_layers=2, width=64, hidden_width=96, image_height=16, image_width=24, window_frames=9
+    num_layers=2,
+    width=64,
+    hidden_width=96,
+    image_height=16,
+    image_width=24,
+    patch=8,
+    channels=40,
+    window_frames=9,
 )
 
 
@@ -32,6 +39,7 @@ def small_world(config: WorldConfig = SMALL) -> WorldModel:
     with torch.no_grad():
         for parameter in world.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    world.tokenizer.fit(small_episodes(20).frames.flatten(0, 1), 0.5, 1.5)
     return world.eval()
 
 
@@ -52,7 +60,7 @@ def test_training_forward_equals_cached_passes(key_rope: KeyRope, sink: int) -> 
     config, frames = dataclasses.replace(SMALL, sink_frames=sink), 15
     world = small_world(config)
     generator = torch.Generator().manual_seed(1)
-    shape = (2, frames, config.image_height, config.image_width, 3)
+    shape = (2, frames, config.frame_tokens, config.channels)
     history, noisy = (torch.randn(shape, generator=generator) for _ in range(2))
     history_times, times = (torch.rand(2, frames, generator=generator) for _ in range(2))
     actions = torch.randint(0, 16, (2, frames), generator=generator)

@@ -15,6 +15,7 @@ TINY = WorldConfig(
     image_height=32,
     image_width=48,
     patch=8,
+    channels=24,
     chunk_frames=3,
     window_frames=15,
     rope_dims=(12, 10, 10),
@@ -33,6 +34,7 @@ def tiny_world(config: WorldConfig = TINY, dtype: torch.dtype = torch.float32) -
             if "_norm" in name:
                 # Sharp attention: logits of a few units, as in a trained model.
                 parameter.data.add_(1.5)
+    world.tokenizer.fit(tiny_episodes(20, config=config).frames.flatten(0, 1), 0.5, 1.5)
     return world.to(dtype).eval().requires_grad_(False)
 
 

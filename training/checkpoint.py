@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from steadykv.world import WorldConfig, WorldModel, load_world
-from steadykv.world.weights import FORMAT
+from steadykv.world import WorldConfig, WorldModel
+from steadykv.world.weights import FORMAT, place, read_world
 
 
 def read_checkpoint(path: Path) -> tuple[WorldConfig, dict[str, torch.Tensor]]:
@@ -19,13 +19,16 @@ def read_checkpoint(path: Path) -> tuple[WorldConfig, dict[str, torch.Tensor]]:
         return config, {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
 
 
-def load_any(path: Path, device: str, dtype: torch.dtype) -> WorldModel:
-    """The model of an exported file, known by the format in its header, or of a checkpoint."""
+def read_any(path: Path) -> tuple[WorldConfig, dict[str, torch.Tensor]]:
+    """The same of an exported file, known by the format in its header, or of a checkpoint."""
     with safe_open(path, framework="pt") as file:
         header = file.metadata() or {}
-    if header.get("format") == FORMAT:
-        return load_world(path, device, dtype)
-    config, state = read_checkpoint(path)
+    return read_world(path)[:2] if header.get("format") == FORMAT else read_checkpoint(path)
+
+
+def load_any(path: Path, device: str, dtype: torch.dtype) -> WorldModel:
+    """The model of either, for inference."""
+    config, state = read_any(path)
     world = WorldModel(config)
     world.load_state_dict(state)
-    return world.to(device, dtype).eval().requires_grad_(False)
+    return place(world, device, dtype)

@@ -35,12 +35,17 @@ if TYPE_CHECKING:
 
 FORWARD, LEFT, RIGHT, USE = 1, 2, 4, 8
 TICS_PER_FRAME = 2
+HIDDEN = (
+    "hud", "weapon", "crosshair", "decals", "particles", "messages", "corpses", "screen_flashes"
+)  # fmt: skip
 # name -> (wad, map); a map must belong to its wad: a wrong pair hangs at init.
 MAPS = {
     "E1M1": ("freedoom1.wad", "E1M1"),
     "E1M2": ("freedoom1.wad", "E1M2"),
     "MAP01": ("freedoom2.wad", "MAP01"),
     "my_way_home": ("scenarios/my_way_home.wad", "map01"),
+    "deathmatch": ("scenarios/deathmatch.wad", "map01"),
+    "multi_deathmatch": ("scenarios/multi_deathmatch.wad", "map01"),
 }
 HELD_OUT_STEPS, HELD_OUT_FILES, HELD_OUT_WALKS_A_FILE = 723, 6, 11
 FRAMES_A_FILE = 2600
@@ -59,10 +64,11 @@ def open_game(map_name: str, seed: int) -> vizdoom.DoomGame:
     else:
         game.set_doom_game_path(str(root / wad))
     game.set_doom_map(level)
-    game.set_screen_resolution(vizdoom.ScreenResolution.RES_160X120)
+    # much larger than the frames: averaging then leaves no aliasing, which nothing could predict
+    game.set_screen_resolution(vizdoom.ScreenResolution.RES_320X240)
     game.set_screen_format(vizdoom.ScreenFormat.RGB24)
     game.set_depth_buffer_enabled(True)
-    for hide in ("hud", "weapon", "crosshair", "decals", "particles", "messages", "corpses"):
+    for hide in HIDDEN:
         getattr(game, f"set_render_{hide}")(False)
     game.set_available_buttons(
         [
@@ -94,8 +100,8 @@ class Wanderer:
         self.turn_left, self.turn_steps, self.press_use = True, 0, False
 
     def act(self, depth: np.ndarray) -> int:
-        band = depth[50:70].astype(np.float32)
-        left, ahead, right = band[:, :50].mean(), band[:, 60:100].mean(), band[:, 110:].mean()
+        band = depth[100:140].astype(np.float32)
+        left, ahead, right = band[:, :100].mean(), band[:, 120:200].mean(), band[:, 220:].mean()
         buttons = 0
         if self.turn_steps > 0:
             self.turn_steps -= 1

@@ -30,7 +30,6 @@ from steadykv.world import Episodes, WorldModel, rollout
 from steadykv.world.episodes import save_episodes
 
 EPISODES, EPISODE_ACTIONS, EPISODE_FRAMES = 64, 723, 99
-# (flow times, commit time) that --sweep compares; None is the model's own flow times
 # (flow times or None for the model's own, commit time); one pass shows what history alone tells
 SWEEP: tuple[tuple[tuple[float, ...] | None, float], ...] = (
     ((0.0,), 0.9),
@@ -183,6 +182,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--sweep", action="store_true", help="compare step schedules and commit times first"
     )
+    parser.add_argument("--quick", action="store_true", help="stop after the comparison")
     parser.add_argument("--episodes", type=int, default=EPISODES)
     return parser.parse_args()
 
@@ -238,6 +238,9 @@ def main() -> None:
     print("speed:", json.dumps(report["speed"]), flush=True)
     if arguments.sweep:
         report["sweep"] = sweep(world, arguments.walks)
+    if arguments.quick:
+        (arguments.out / "quick.json").write_text(json.dumps(report, indent=1))
+        return
 
     episodes, true, bank = held_out(arguments.walks, 0)
     report["episodes_bytes"] = save_episodes(arguments.out / "episodes.zip", episodes)

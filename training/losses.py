@@ -86,7 +86,7 @@ def predict(
     attend: ForcedAttention,
     table: Table,
 ) -> torch.Tensor:
-    """Clean frames [B,F,H,W,3] predicted for `noisy`, given `history`.
+    """Clean latents [B,F,P,C] predicted for `noisy`, given `history`.
 
     Times [B,F] and actions [B,F] are those of both.
     """
@@ -108,30 +108,14 @@ def flow_loss(
     first_chunk: int,
     weight_floor: float,
 ) -> torch.Tensor:
-    """Velocity error of a clean-frame prediction: |x^ - x|^2 / max(1 - t, weight_floor)^2.
+    """Velocity error of a prediction of clean latents: |x^ - x|^2 / max(1 - t, weight_floor)^2.
 
     The first chunk has no history and is never generated in use: it counts a tenth.
     """
-    error = (prediction - clean).square().mean(dim=(2, 3, 4))
+    error = (prediction - clean).square().mean(dim=(2, 3))
     weight = (1 - times).clamp_min(weight_floor).pow(-2)
     weight = torch.cat((weight[:, :first_chunk] * 0.1, weight[:, first_chunk:]), 1)
     return (weight * error).mean()
-
-
-def detail_loss(prediction: torch.Tensor, clean: torch.Tensor) -> torch.Tensor:
-    """Mean difference of local detail: how much neighbouring pixels differ within 8 x 8 pixels.
-
-    Squared error alone rewards a blurred guess wherever detail cannot be known; this asks for the
-    right *amount* of detail, at one and two pixels' distance, wherever it ends up.
-    """
-
-    def detail(frames: torch.Tensor) -> list[torch.Tensor]:
-        x = frames.flatten(0, 1).movedim(-1, 1)  # [B*F,3,H,W]
-        steps = [(x[..., d:] - x[..., :-d], x[..., d:, :] - x[..., :-d, :]) for d in (1, 2)]
-        return [F.avg_pool2d(step.abs(), 8) for pair in steps for step in pair]
-
-    pairs = zip(detail(prediction), detail(clean), strict=True)
-    return torch.stack([(a - b).abs().mean() for a, b in pairs]).mean()
 
 
 def draw_times(

@@ -1,4 +1,4 @@
-"""What a training run is made of, read from a JSON file such as `training/version1.json`."""
+"""What a training run is made of, read from a JSON file such as `training/version2.json`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ class Phase:
     until: float  # the share of the time at which it ends
     frames: int  # of a sequence
     batch: int  # sequences a GPU
-    own_share: float = 0.0  # of the history that comes from the model's own predictions
     grid_share: float = 0.25  # of the flow times that are the sampler's
-    settle_share: float = 0.0  # of the steps that run the whole sampler and judge its last pass
-    detail_weight: float = 0.0  # of the detail loss in those steps
+    sampled_share: float = 0.0  # of the steps that run the whole sampler and judge its last pass
+    own_rows: float = 0.0  # of the rows of those steps that continue the model's own rollouts
+    critic_weight: float = 0.0  # the critic's gradient, relative to the squared error's
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,14 @@ class Recipe:
     recording: Recording
     phases: tuple[Phase, ...]
     rate: float = 1.5e-3  # peak learning rate
-    time_shift: float = -0.4  # centre of the logit-normal flow times
-    weight_floor: float = 0.1  # least 1 - t in the weight of the velocity error
+    time_shift: float = 0.0  # centre of the logit-normal flow times
+    weight_floor: float = 0.2  # least 1 - t in the weight of the velocity error
     history_noise: float = 0.7  # most noise on a chunk of the history
     clean_share: float = 0.25  # sequences whose history has no noise
+    tokenizer_power: float = 0.5  # see Tokenizer.fit
+    tokenizer_largest: float = 1.5  # deviation of the first component, in units of the noise
+    own_frames: int = 48  # length of the model's own rollouts
+    own_every: int = 60  # steps after which they are made anew
 
 
 def read_recipe(path: Path) -> Recipe:
@@ -62,5 +66,5 @@ def tiny(recipe: Recipe) -> Recipe:
     size = 4 * recipe.world.patch
     small = {"num_layers": 2, "width": 128, "hidden_width": 128}
     world = dataclasses.replace(recipe.world, image_height=size, image_width=size, **small)
-    phases = tuple(dataclasses.replace(phase, batch=1) for phase in recipe.phases)
-    return dataclasses.replace(recipe, world=world, phases=phases)
+    phases = tuple(dataclasses.replace(phase, batch=2) for phase in recipe.phases)
+    return dataclasses.replace(recipe, world=world, phases=phases, own_frames=24)

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import torch
-from losses import (
-    ForcedAttention,
-    detail_loss,
-    draw_history_times,
-    draw_times,
-    flow_loss,
-    predict,
-)
+from critic import Judge
+from losses import ForcedAttention, draw_history_times, draw_times, flow_loss, predict
 from recipe import Phase, Recipe
 
 from steadykv.world.model import WorldModel
@@ -20,109 +15,136 @@ from steadykv.world.rope import rope_table
 
 
 def spread(times: torch.Tensor) -> torch.Tensor:
-    """Times [B,F] as factors of frames [B,F,H,W,3]."""
-    return times[..., None, None, None]
+    """Times [B,F] as factors of latents [B,F,P,C]."""
+    return times[..., None, None]
+
+
+Forward = Callable[..., torch.Tensor]  # the arguments of `predict` from `history` to `actions`
+
+
+def build_forward(model: WorldModel, frames: int, device: str, compiled: bool) -> Forward:
+    """`predict` for sequences of `frames` frames; one graph for each batch size."""
+    attend = ForcedAttention(model.config, frames, device)
+    cosine, sine = rope_table(model.config, 0, frames, device)
+    table = torch.cat((cosine, cosine)), torch.cat((sine, sine))
+
+    def forward(
+        history: torch.Tensor,
+        history_times: torch.Tensor,
+        noisy: torch.Tensor,
+        times: torch.Tensor,
+        actions: torch.Tensor,
+    ) -> torch.Tensor:
+        return predict(model, history, history_times, noisy, times, actions, attend, table)
+
+    return torch.compile(forward, dynamic=False) if compiled else forward
 
 
 class Step:
-    """One compiled forward and backward of a phase."""
+    """Forward and backward of a phase."""
 
     def __init__(
-        self, model: WorldModel, recipe: Recipe, phase: Phase, device: str, compiled: bool
+        self, model: WorldModel, recipe: Recipe, phase: Phase, forward: Forward, judge: Judge | None
     ):
-        self.model, self.config, self.device = model, model.config, device
-        self.recipe, self.phase, self.calls = recipe, phase, 0
-        attend = ForcedAttention(model.config, phase.frames, device)
-        cosine, sine = rope_table(model.config, 0, phase.frames, device)
-        table = torch.cat((cosine, cosine)), torch.cat((sine, sine))
+        self.model, self.config = model, model.config
+        self.device = str(model.head.weight.device)
+        self.recipe, self.phase, self.forward, self.judge = recipe, phase, forward, judge
 
-        def forward(
-            history: torch.Tensor,
-            history_times: torch.Tensor,
-            noisy: torch.Tensor,
-            times: torch.Tensor,
-            actions: torch.Tensor,
-        ) -> torch.Tensor:
-            return predict(model, history, history_times, noisy, times, actions, attend, table)
+    @property
+    def own_rows(self) -> int:
+        """Rows of a sampled step that continue the model's own rollouts."""
+        return round(self.phase.own_rows * self.phase.batch)
 
-        self.forward = torch.compile(forward, dynamic=False) if compiled else forward
+    def flow(
+        self, frames: torch.Tensor, actions: torch.Tensor, generator: torch.Generator
+    ) -> dict[str, torch.Tensor]:
+        """One pass at random flow times.
 
-    def __call__(
-        self, clean: torch.Tensor, actions: torch.Tensor, generator: torch.Generator
-    ) -> torch.Tensor:
-        """clean normalised [B,F,H,W,3]; adds to the gradients; returns the loss."""
+        frames uint8 [B,F,H,W,3], actions int64 [B,F]; adds to the gradients; returns what to log.
+        """
         config, recipe, phase = self.config, self.recipe, self.phase
-        batch, frames = phase.batch, phase.frames
-        history_times = draw_history_times(
-            config, batch, frames, recipe.history_noise, recipe.clean_share, generator
-        )
-        source = clean
-        if phase.own_share:
-            source = self._mix_own(clean, history_times, actions, generator)
-        history = self._noised(source, history_times, generator)
-        self.calls += 1
-        if int(self.calls * phase.settle_share) > int((self.calls - 1) * phase.settle_share):
-            loss = self._settle(clean, history, history_times, actions, generator)
-        else:
-            times = draw_times(
-                config, batch, frames, phase.grid_share, recipe.time_shift, generator
-            )
-            noisy = self._noised(clean, times, generator)
-            prediction = self._predict(history, history_times, noisy, times, actions)
-            loss = flow_loss(prediction, clean, times, config.chunk_frames, recipe.weight_floor)
-        loss.backward()
-        return loss.detach()
-
-    def _mix_own(
-        self,
-        clean: torch.Tensor,
-        history_times: torch.Tensor,
-        actions: torch.Tensor,
-        generator: torch.Generator,
-    ) -> torch.Tensor:
-        """Replace a share of the chunks by what the model predicts for them in one pass."""
-        config, phase = self.config, self.phase
+        clean = self.model.tokenizer.encode(frames)
         shape = (phase.batch, phase.frames)
-        times = draw_times(config, *shape, 1.0, self.recipe.time_shift, generator)
-        with torch.no_grad():
-            history = self._noised(clean, history_times, generator)
-            noisy = self._noised(clean, times, generator)
-            guess = self._predict(history, history_times, noisy, times, actions)
-        chunks = (phase.batch, phase.frames // config.chunk_frames)
-        own = torch.rand(chunks, generator=generator, device=self.device) < phase.own_share
-        own = own.repeat_interleave(config.chunk_frames, 1)
-        own[:, : config.chunk_frames] = False  # the first chunk of a rollout is true
-        return torch.where(spread(own), guess, clean)
+        history_times = draw_history_times(
+            config, *shape, recipe.history_noise, recipe.clean_share, generator
+        )
+        times = draw_times(config, *shape, phase.grid_share, recipe.time_shift, generator)
+        history = self._noised(clean, history_times, generator)
+        noisy = self._noised(clean, times, generator)
+        prediction = self._predict(history, history_times, noisy, times, actions)
+        loss = flow_loss(prediction, clean, times, config.chunk_frames, recipe.weight_floor)
+        loss.backward()
+        return {"loss": loss.detach()}
 
-    def _settle(
+    def sampled(
         self,
-        clean: torch.Tensor,
+        frames: torch.Tensor,
+        own: torch.Tensor,
+        actions: torch.Tensor,
+        critic_weight: float,
+        generator: torch.Generator,
+    ) -> dict[str, torch.Tensor]:
+        """The whole sampler on all chunks at once; its last pass is judged.
+
+        `frames` are the true ones; `own` is the history, uint8 [B,F,H,W,3] both, and differs from
+        them in the last `own_rows` rows. Those have left the true walk, so that only the critic
+        judges them; the others count their squared error too.
+        """
+        config, judge = self.config, self.judge
+        assert judge is not None
+        clean = self.model.tokenizer.encode(frames)
+        times = torch.full(clean.shape[:2], config.commit_time, device=self.device)
+        history = self._noised(self.model.tokenizer.encode(own), times, generator)
+        last = self._sample(history, times, actions, generator)
+        first = config.chunk_frames  # the first chunk is never sampled in use
+        true_rows = len(last) - self.own_rows
+
+        leaf = last.detach().requires_grad_()
+        error = (leaf[:true_rows, first:] - clean[:true_rows, first:]).square().mean()
+        (gradient,) = torch.autograd.grad(error, leaf)
+        held = actions[:, first:].unflatten(1, (-1, first)).flatten(0, 1)
+        with torch.no_grad():
+            true_chunks = self._chunks(clean)
+        made_chunks = self._chunks(leaf)
+        critic_loss = judge.learn(true_chunks, made_chunks.detach(), held)
+        gain = judge.gain(made_chunks, held)
+        (push,) = torch.autograd.grad(-gain, leaf)
+        # as large as the squared error's on the rows that have one
+        scale = gradient[:true_rows].norm() / push[:true_rows].norm().clamp_min(1e-12)
+        last.backward(
+            (gradient + critic_weight * scale * push) / (1 - config.noise_levels[-1]) ** 2
+        )
+        return {"sampled_error": error.detach(), "critic_loss": critic_loss, "gain": gain.detach()}
+
+    def _chunks(self, latents: torch.Tensor) -> torch.Tensor:
+        """Pixels of all chunks but the first, [N,C,H,W,3]."""
+        size = self.config.chunk_frames
+        pixels = self.model.tokenizer.pixels(latents[:, size:])
+        return pixels.unflatten(1, (-1, size)).flatten(0, 1)
+
+    def _sample(
+        self,
         history: torch.Tensor,
         history_times: torch.Tensor,
         actions: torch.Tensor,
         generator: torch.Generator,
     ) -> torch.Tensor:
-        """Run the sampler on all chunks at once; squared error and detail of its last pass."""
+        """The sampler's last prediction of all chunks; only that pass is differentiable."""
         levels = self.config.noise_levels
-        x = torch.randn(clean.shape, generator=generator, device=self.device)
-        times = torch.zeros(clean.shape[:2], device=self.device)
+        x = torch.randn(history.shape, generator=generator, device=self.device)
+        times = torch.zeros(history.shape[:2], device=self.device)
         with torch.no_grad():
             for level, following in itertools.pairwise(levels):
                 guess = self._predict(history, history_times, x, times + level, actions)
                 x = x + (following - level) / (1 - level) * (guess - x)
-        last = self._predict(history, history_times, x, times + levels[-1], actions)
-        first = self.config.chunk_frames  # the first chunk is never sampled in use
-        last, clean = last[:, first:], clean[:, first:]
-        weight = max(1 - levels[-1], self.recipe.weight_floor) ** -2  # as in the velocity error
-        detail = self.phase.detail_weight * detail_loss(last, clean)
-        return weight * ((last - clean).square().mean() + detail)
+        return self._predict(history, history_times, x, times + levels[-1], actions)
 
     def _noised(
-        self, frames: torch.Tensor, times: torch.Tensor, generator: torch.Generator
+        self, latents: torch.Tensor, times: torch.Tensor, generator: torch.Generator
     ) -> torch.Tensor:
-        """Frames on their way from noise, at `times`."""
-        noise = torch.randn(frames.shape, generator=generator, device=self.device)
-        return spread(times) * frames + (1 - spread(times)) * noise
+        """Latents on their way from noise, at `times`."""
+        noise = torch.randn(latents.shape, generator=generator, device=self.device)
+        return spread(times) * latents + (1 - spread(times)) * noise
 
     def _predict(
         self,
@@ -138,8 +160,19 @@ class Step:
     def compile(self, generator: torch.Generator) -> None:
         """Build the graphs on blank input; the gradients are dropped."""
         config, shape = self.config, (self.phase.batch, self.phase.frames)
-        blank = torch.randn(*shape, config.image_height, config.image_width, 3, device=self.device)
+        blank = torch.zeros(
+            *shape,
+            config.image_height,
+            config.image_width,
+            3,
+            dtype=torch.uint8,
+            device=self.device,
+        )
         still = torch.zeros(shape, dtype=torch.int64, device=self.device)
-        for _ in range(3):
-            self(blank, still, generator)
+        for _ in range(2):
+            self.flow(blank, still, generator)
+        if self.phase.sampled_share:
+            history = torch.zeros(*shape, config.frame_tokens, config.channels, device=self.device)
+            with torch.no_grad():
+                self._sample(history, torch.ones(shape, device=self.device), still, generator)
         self.model.zero_grad(set_to_none=True)

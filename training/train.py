@@ -13,42 +13,37 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from checkpoint import read_any
+from critic import Judge
+from own_walks import OwnWalks
+from parallel import Process, average_gradients, start_process
 from recipe import Recipe, read_recipe, tiny
 from safetensors.torch import save_file
-from step import Step
+from step import Step, build_forward
 from walks import Walks
 
 from steadykv.world.model import WorldModel
-from steadykv.world.weights import read_world
 
 
-@dataclass(frozen=True)
-class Process:
-    """This process among the `count` that torchrun started."""
-
-    rank: int
-    count: int
-    device: str
+def trained(model: WorldModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """All parameters by name but the tokenizer's, which is fitted once."""
+    return ((name, p) for name, p in model.named_parameters() if p.requires_grad)
 
 
 def optimizers(model: WorldModel, rate: float) -> list[torch.optim.Optimizer]:
     """Muon for matrices inside the blocks, AdamW for embeddings, head, norms and modulation."""
-    matrices = [
-        p
-        for name, p in model.named_parameters()
-        if "blocks" in name and name.endswith("weight") and p.ndim == 2
-    ]
-    chosen = {id(p) for p in matrices}
-    others = [p for p in model.parameters() if id(p) not in chosen]
+    matrices, others = [], []
+    for name, p in trained(model):
+        inside = "blocks" in name and name.endswith("weight") and p.ndim == 2
+        (matrices if inside else others).append(p)
     muon = torch.optim.Muon(
         matrices, lr=rate, weight_decay=0.02, momentum=0.95, adjust_lr_fn="match_rms_adamw"
     )
@@ -56,16 +51,6 @@ def optimizers(model: WorldModel, rate: float) -> list[torch.optim.Optimizer]:
         others, lr=rate, betas=(0.9, 0.98), weight_decay=0.0, fused=others[0].is_cuda
     )
     return [muon, adamw]
-
-
-def average_gradients(parameters: Sequence[torch.Tensor], processes: int) -> None:
-    """Mean of the gradients over all processes, as one message."""
-    if processes == 1:
-        return
-    flat = torch.cat([p.grad.flatten() for p in parameters])
-    dist.all_reduce(flat, op=dist.ReduceOp.AVG)
-    for p, piece in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        p.grad.copy_(piece.view_as(p))
 
 
 def rate_at(progress: float, resumed: bool) -> float:
@@ -82,7 +67,7 @@ class Learner:
 
     def __init__(self, model: WorldModel, rate: float, resumed: bool, processes: int):
         self.model, self.rate, self.resumed, self.processes = model, rate, resumed, processes
-        self.parameters = list(model.parameters())
+        self.names, self.parameters = zip(*trained(model), strict=True)
         self.average = [p.detach().clone() for p in self.parameters]
         self.optimizers = optimizers(model, rate)
         self.steps = 0
@@ -96,17 +81,22 @@ class Learner:
                 group["lr"] = self.rate * rate_at(progress, self.resumed)
             optimizer.step()
         self.model.zero_grad(set_to_none=True)
-        kept = min(0.999, (1 + self.steps) / (10 + self.steps))
+        kept = min(0.998, (1 + self.steps) / (10 + self.steps))
         torch._foreach_lerp_(self.average, [p.detach() for p in self.parameters], 1 - kept)
         self.steps += 1
         return norm
 
+    def averaged(self) -> dict[str, torch.Tensor]:
+        """The moving average and the tokenizer, by parameter name."""
+        tokenizer = self.model.tokenizer.named_parameters(prefix="tokenizer")
+        return dict(tokenizer) | dict(zip(self.names, self.average, strict=True))
+
     def save(self, out: Path) -> None:
         """The averaged weights under the model's parameter names, never half-written."""
-        names = [name for name, _ in self.model.named_parameters()]
+        tensors = {name: t.detach().contiguous() for name, t in self.averaged().items()}
         temporary = out / "average.safetensors.part"
         header = {"config": json.dumps(self.model.config.to_dict())}
-        save_file(dict(zip(names, self.average, strict=True)), temporary, header)
+        save_file(tensors, temporary, header)
         temporary.rename(out / "average.safetensors")
 
 
@@ -142,24 +132,26 @@ class Journal:
     def __init__(self, out: Path, learner: Learner, walks: Walks, clock: Clock):
         self.out, self.learner, self.walks, self.clock = out, learner, walks, clock
         self.logged = self.saved = time.time()
-        self.losses: list[torch.Tensor] = []
+        self.numbers: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
 
-    def note(self, frames: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
+    def note(self, frames: int, numbers: dict[str, torch.Tensor], norm: torch.Tensor) -> None:
         """One step on sequences of `frames` frames is done."""
-        self.losses.append(loss)
+        for name, number in numbers.items():
+            self.numbers[name].append(number)
         if time.time() - self.logged > 10:
             row = {
                 "step": self.learner.steps,
                 "seconds": round(self.clock.elapsed()),
                 "frames": frames,
-                "loss": round(torch.stack(self.losses).mean().item(), 4),
+                **{k: round(torch.stack(v).mean().item(), 4) for k, v in self.numbers.items()},
                 "gradient_norm": round(norm.item(), 3),
                 "walks": len(self.walks.spans),
             }
             print("train:", json.dumps(row), flush=True)
             with (self.out / "log.jsonl").open("a") as log:
                 log.write(json.dumps(row) + "\n")
-            self.logged, self.losses = time.time(), []
+            self.logged = time.time()
+            self.numbers.clear()
         if time.time() - self.saved > 60:
             self.learner.save(self.out)
             self.saved = time.time()
@@ -185,7 +177,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--capacity", type=int, default=600_000, help="most frames of walks held on the device"
     )
-    parser.add_argument("--resume", type=Path, help="exported weights to start from")
+    parser.add_argument(
+        "--resume", type=Path, help="weights to start from, of training or exported"
+    )
     parser.add_argument("--enough", type=int, default=200, help="walks to wait for")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
@@ -196,41 +190,69 @@ def parse_arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def start_process(device: str) -> Process:
-    """Join the other processes, if there are any; "cuda" becomes this process's own device."""
-    rank, count = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    if count > 1:
-        torch.cuda.set_device(rank)
-        dist.init_process_group("nccl")
-    return Process(rank, count, f"cuda:{rank}" if device == "cuda" else device)
-
-
 def build_model(recipe: Recipe, resume: Path | None, device: str) -> WorldModel:
     """New or earlier weights, on `device`."""
     model = WorldModel(recipe.world).to(device)
     if resume:
-        model.load_state_dict(read_world(resume)[1])
+        model.load_state_dict(read_any(resume)[1])
     return model
 
 
-def train(
-    learner: Learner,
-    steps: list[Step],
-    walks: Walks,
-    clock: Clock,
-    journal: Journal | None,
-    generator: torch.Generator,
-    rng: np.random.Generator,
-) -> None:
+def fit_tokenizer(model: WorldModel, recipe: Recipe, walks: Walks, process: Process) -> None:
+    """Fit it to 2,048 frames of the walks loaded so far; the first process's fit counts."""
+    frames, _ = walks.sample(2048, 1, np.random.default_rng(0))
+    model.tokenizer.fit(frames.flatten(0, 1), recipe.tokenizer_power, recipe.tokenizer_largest)
+    if process.count > 1:
+        for parameter in model.tokenizer.parameters():
+            dist.broadcast(parameter.data, 0)
+
+
+class Course:
+    """The steps of a run, one after another."""
+
+    def __init__(self, learner: Learner, recipe: Recipe, walks: Walks, process: Process):
+        self.learner, self.recipe, self.walks = learner, recipe, walks
+        self.device, model = process.device, learner.model
+        self.generator = torch.Generator(process.device).manual_seed(1 + process.rank)
+        self.rng = np.random.default_rng(1 + process.rank)
+        self.judge: Judge | None = None
+        self.own: OwnWalks | None = None
+        if any(phase.sampled_share for phase in recipe.phases):
+            self.judge = Judge(model.config, process.device, process.count)
+        if any(phase.own_rows for phase in recipe.phases):
+            rows = 2 * max(phase.batch for phase in recipe.phases)
+            self.own = OwnWalks(model, process.device, rows, recipe.own_frames)
+        self.sampled = 0  # steps that ran the sampler
+
+    def take(self, step: Step, call: int) -> dict[str, torch.Tensor]:
+        """Forward and backward of the `call`-th step of its phase; returns what to log."""
+        phase, recipe = step.phase, self.recipe
+        due = int((call + 1) * phase.sampled_share) > int(call * phase.sampled_share)
+        frames, actions = self.walks.sample(phase.batch, phase.frames, self.rng)
+        if not due:
+            return step.flow(frames, actions, self.generator)
+        history, own_rows = frames.clone(), step.own_rows
+        if own_rows and self.own is not None:
+            if self.sampled % recipe.own_every == 0:
+                self.own.refresh(self.learner.averaged(), self.walks, self.rng)
+            made, true, held = self.own.sample(own_rows, phase.frames, self.rng)
+            history[-own_rows:], frames[-own_rows:], actions[-own_rows:] = made, true, held
+        # the critic learns alone at first
+        weight = phase.critic_weight * min(1.0, self.sampled / 120)
+        self.sampled += 1
+        return step.sampled(frames, history, actions, weight, self.generator)
+
+
+def train(course: Course, steps: list[Step], clock: Clock, journal: Journal | None) -> None:
     """Step after step until the time is over."""
-    model = learner.model
-    while (progress := clock.read(learner.steps)) < 1:
-        step = next(step for step in steps if progress < step.phase.until)
-        frames, actions = walks.sample(step.phase.batch, step.phase.frames, rng)
-        loss = step(model.normalise(frames), actions, generator)
-        norm = learner.update(progress)
+    calls = dict.fromkeys(range(len(steps)), 0)
+    while (progress := clock.read(course.learner.steps)) < 1:
+        number = next(i for i, step in enumerate(steps) if progress < step.phase.until)
+        numbers = course.take(steps[number], calls[number])
+        calls[number] += 1
+        norm = course.learner.update(progress)
         if journal is not None:
-            journal.note(step.phase.frames, loss, norm)
+            journal.note(steps[number].phase.frames, numbers, norm)
 
 
 def main() -> None:
@@ -243,17 +265,23 @@ def main() -> None:
         recipe = tiny(recipe)
     model = build_model(recipe, arguments.resume, process.device)
     learner = Learner(model, recipe.rate, arguments.resume is not None, process.count)
-    generator = torch.Generator(process.device).manual_seed(1 + process.rank)
-    rng = np.random.default_rng(1 + process.rank)
     arguments.out.mkdir(parents=True, exist_ok=True)
 
     walks = Walks(arguments.walks, process.device, arguments.capacity, recipe.world)
-    compiled = not arguments.tiny
-    steps = [Step(model, recipe, phase, process.device, compiled) for phase in recipe.phases]
+    course = Course(learner, recipe, walks, process)
+    forwards = {
+        frames: build_forward(model, frames, process.device, compiled=not arguments.tiny)
+        for frames in {phase.frames for phase in recipe.phases}
+    }
+    steps = [
+        Step(model, recipe, phase, forwards[phase.frames], course.judge) for phase in recipe.phases
+    ]
     began = time.time()
     for step in steps:  # compile every graph while the walks are still being recorded
-        step.compile(generator)
+        step.compile(course.generator)
     walks.wait(arguments.enough)
+    if not arguments.resume:
+        fit_tokenizer(model, recipe, walks, process)
 
     is_first = process.rank == 0
     if is_first:
@@ -264,7 +292,7 @@ def main() -> None:
         )
     clock = Clock(arguments.seconds, process)
     journal = Journal(arguments.out, learner, walks, clock) if is_first else None
-    train(learner, steps, walks, clock, journal, generator, rng)
+    train(course, steps, clock, journal)
     if journal is not None:
         journal.close()
     if process.count > 1:

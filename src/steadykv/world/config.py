@@ -13,7 +13,8 @@ from steadykv.errors import ConfigError
 class WorldConfig:
     """Shape of the model and how it is sampled; stored beside the weights.
 
-    One latent frame is `frame_tokens` patches of `patch` x `patch` RGB pixels; `chunk_frames`
+    One latent frame is `frame_tokens` patches of `patch` x `patch` RGB pixels, `channels` numbers
+    each; `chunk_frames`
     frames are denoised together; a query attends to at most `window_frames` frames, its own chunk
     included, and to the first `sink_frames` frames for ever. `noise_levels` are the flow times at
     which a chunk is evaluated (0 is pure noise, 1 is clean), one denoising pass each;
@@ -25,18 +26,17 @@ class WorldConfig:
     head_dim: int = 128
     width: int = 512
     hidden_width: int = 1280
-    image_height: int = 96
-    image_width: int = 128
-    patch: int = 8
+    image_height: int = 72
+    image_width: int = 96
+    patch: int = 6
+    channels: int = 64
     chunk_frames: int = 3
-    window_frames: int = 24
+    window_frames: int = 21
     sink_frames: int = 0
     num_actions: int = 16
     rope_dims: tuple[int, int, int] = (44, 42, 42)
-    rope_theta: float = 10_000.0
-    pixel_mean: float = 0.18
-    pixel_deviation: float = 0.16
-    noise_levels: tuple[float, ...] = (0.0, 0.3, 0.6)
+    rope_theta: float = 100.0
+    noise_levels: tuple[float, ...] = (0.0, 0.4, 0.75)
     commit_time: float = 0.9
 
     def __post_init__(self) -> None:
@@ -50,6 +50,11 @@ class WorldConfig:
             raise ConfigError(
                 f"patch: got {self.patch}, expected a divisor of {self.image_height} and "
                 f"{self.image_width}; choose another patch"
+            )
+        if self.channels > 3 * self.patch**2:
+            raise ConfigError(
+                f"channels: got {self.channels}, expected at most the {3 * self.patch**2} numbers "
+                "of a patch; choose fewer"
             )
         if (
             len(self.rope_dims) != 3

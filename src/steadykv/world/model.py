@@ -1,9 +1,10 @@
-"""An action-conditioned causal video diffusion transformer in pixel space.
+"""An action-conditioned causal video diffusion transformer.
 
 Built like the models whose caches this library packs: chunks of frames are denoised together while
 they attend to the keys and values of earlier chunks; queries and keys are RMS-normed and carry a
-3-axis rotary embedding; time and action enter by adaptive layer norm. It predicts the clean frame
-(x-prediction) of a rectified flow x_t = t * frame + (1 - t) * noise.
+3-axis rotary embedding; time and action enter by adaptive layer norm. It predicts the clean latents
+(x-prediction) of a rectified flow x_t = t * latents + (1 - t) * noise; the latents are those of a
+fixed linear tokenizer.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch import nn
 
 from steadykv.world.config import WorldConfig
 from steadykv.world.rope import apply_rope
+from steadykv.world.tokenizer import Tokenizer
 
 Table = tuple[torch.Tensor, torch.Tensor]
 # (layer, q, k, v, table) -> attention output [B,S,H,D]; each of q k v is [B,S,H,D], before the
@@ -64,14 +66,16 @@ class WorldModel(nn.Module):
         super().__init__()
         self.config = config
         width = config.width
-        self.embed = nn.Linear(3 * config.patch**2, width)
+        self.tokenizer = Tokenizer(config)
+        self.embed = nn.Linear(config.channels, width)
+        self.position = nn.Parameter(torch.zeros(config.frame_tokens, width))
         self.action = nn.Embedding(config.num_actions, width)
         self.time_expand = nn.Linear(256, width)
         self.time_contract = nn.Linear(width, width)
         self.modulation = nn.Linear(width, 6 * width)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.num_layers))
         self.final_modulation = nn.Parameter(torch.zeros(2, width))
-        self.head = nn.Linear(width, 3 * config.patch**2)
+        self.head = nn.Linear(width, config.channels)
         self._initialise()
 
     def _initialise(self) -> None:
@@ -87,53 +91,26 @@ class WorldModel(nn.Module):
 
     def forward(
         self,
-        frames: torch.Tensor,
+        latents: torch.Tensor,
         times: torch.Tensor,
         actions: torch.Tensor,
         attend: Attend,
         table: Table,
     ) -> torch.Tensor:
-        """Clean frames, in the shape of `frames`.
+        """Clean latents FP32, in the shape of `latents`.
 
-        frames [B,F,H,W,3] normalised, times [B,F] in [0,1], actions int64 [B,F].
+        latents [B,F,P,C], times [B,F] in [0,1], actions int64 [B,F].
         """
-        config = self.config
-        batch, count = frames.shape[:2]
-        x = self.embed(self.patchify(frames).to(self.embed.weight.dtype))
+        batch, count = latents.shape[:2]
+        x = self.embed(latents.to(self.embed.weight.dtype)) + self.position
         condition = self.time_contract(F.silu(self.time_expand(time_features(times).to(x.dtype))))
         condition = condition + self.action(actions)
         x = x + condition.unsqueeze(2)
-        modulation = self.modulation(F.silu(condition)).view(batch, count, 6, config.width)
+        modulation = self.modulation(F.silu(condition)).view(batch, count, 6, self.config.width)
         for layer, block in enumerate(self.blocks):
             x = block(x, modulation, layer, attend, table)
         shift, scale = self.final_modulation
-        x = self.head(F.layer_norm(x, (config.width,)) * (1 + scale) + shift)
-        return self.unpatchify(x.float())
-
-    def patchify(self, frames: torch.Tensor) -> torch.Tensor:
-        """[B,F,H,W,3] -> [B,F,P,3*patch*patch], patches in row-major order."""
-        config, size = self.config, self.config.patch
-        batch, count = frames.shape[:2]
-        x = frames.view(batch, count, config.rows, size, config.columns, size, 3)
-        return x.permute(0, 1, 2, 4, 3, 5, 6).reshape(batch, count, config.frame_tokens, -1)
-
-    def unpatchify(self, x: torch.Tensor) -> torch.Tensor:
-        """The inverse of `patchify`."""
-        config, size = self.config, self.config.patch
-        batch, count = x.shape[:2]
-        x = x.view(batch, count, config.rows, config.columns, size, size, 3).permute(
-            0, 1, 2, 4, 3, 5, 6
-        )
-        return x.reshape(batch, count, config.image_height, config.image_width, 3)
-
-    def normalise(self, frames: torch.Tensor) -> torch.Tensor:
-        """uint8 [...,3] -> FP32 with about zero mean and unit deviation."""
-        return (frames.float() / 255 - self.config.pixel_mean) / self.config.pixel_deviation
-
-    def to_pixels(self, frames: torch.Tensor) -> torch.Tensor:
-        """The inverse of `normalise`, clamped and rounded to uint8."""
-        pixels = (frames * self.config.pixel_deviation + self.config.pixel_mean) * 255
-        return pixels.clamp(0, 255).round().to(torch.uint8)
+        return self.head(F.layer_norm(x, (self.config.width,)) * (1 + scale) + shift).float()
 
 
 def time_features(times: torch.Tensor) -> torch.Tensor:

@@ -179,10 +179,11 @@ def rollout(
         )
 
     attend = CachedAttention(config, cache, attention, key_rope, cache_dtype)
-    shape = (size, config.image_height, config.image_width, 3)
+    shape = (size, config.frame_tokens, config.channels)
     actions = episodes.actions.to(device, torch.int64)
     total = frames // size
-    video = torch.empty(batch, size + frames, *shape[1:], dtype=torch.uint8)
+    pixel_shape = (config.image_height, config.image_width, 3)
+    video = torch.empty(batch, size + frames, *pixel_shape, dtype=torch.uint8)
     video[:, :size] = episodes.frames
 
     def evaluate(x: torch.Tensor, time: float, chunk: int) -> torch.Tensor:
@@ -190,7 +191,7 @@ def rollout(
         times = torch.full((batch, size), time, device=device)
         return world(x.to(dtype), times, actions[:, span], attend, table).float()
 
-    clean = world.normalise(episodes.frames.to(device))
+    clean = world.tokenizer.encode(episodes.frames)
     for chunk in range(total + 1):
         attend.start = chunk * size * config.frame_tokens
         table = rope_table(config, chunk * size, size, device)
@@ -206,9 +207,9 @@ def rollout(
                     f"chunk {chunk}: got NaN or Inf from the world model, expected finite frames; "
                     "check its weights, or compute in float32"
                 )
-            pixels = world.to_pixels(clean)
+            pixels = world.tokenizer.decode(clean)
             video[:, chunk * size : (chunk + 1) * size] = pixels.cpu()
-            clean = world.normalise(pixels)  # history holds what a viewer sees
+            clean = world.tokenizer.encode(pixels)  # history holds what a viewer sees
         noise = row_noise(row_seeds, episodes.names, chunk, "commit", shape).to(device)
         evaluate(
             config.commit_time * clean + (1 - config.commit_time) * noise, config.commit_time, chunk

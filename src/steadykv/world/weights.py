@@ -1,6 +1,7 @@
 """Read and write the model as safetensors.
 
-Matrices are stored in 8-bit rows with one FP16 scale a row, the rest in FP16.
+Matrices are stored in 8-bit rows with one FP16 scale a row, the tokenizer in FP32, the rest in
+FP16.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from steadykv.world.config import WorldConfig
 from steadykv.world.model import WorldModel
 
 FORMAT = "steadykv-world"
-VERSION = 1
+VERSION = 2
 
 
 def quantize_rows(matrix: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -38,7 +39,9 @@ def save_world(
     """
     tensors: dict[str, torch.Tensor] = {}
     for name, tensor in state.items():
-        if tensor.ndim == 2 and min(tensor.shape) > 16:
+        if name.startswith("tokenizer."):
+            tensors[name] = tensor.detach().cpu().float().contiguous()
+        elif tensor.ndim == 2 and min(tensor.shape) > 16:
             tensors[f"{name}.codes"], tensors[f"{name}.scale"] = quantize_rows(tensor.cpu())
         else:
             tensors[name] = tensor.detach().cpu().half().contiguous()
@@ -128,4 +131,13 @@ def load_world(
             "export them again"
         )
     world.load_state_dict(state, assign=True)
-    return world.to(device=device, dtype=dtype).eval().requires_grad_(False)
+    return place(world, device, dtype)
+
+
+def place(world: WorldModel, device: torch.device | str, dtype: torch.dtype) -> WorldModel:
+    """The same model on `device`, for inference in `dtype`; its tokenizer stays FP32."""
+    world.to(device)
+    for name, parameter in world.named_parameters():
+        if not name.startswith("tokenizer."):
+            parameter.data = parameter.data.to(dtype)
+    return world.eval().requires_grad_(False)

@@ -1,0 +1,53 @@
+"""The model's own rollouts, made anew now and then: histories as they are in use."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from speed import own_cache
+from walks import Walks
+
+from steadykv.world import Episodes, WorldModel, rollout
+from steadykv.world.weights import place
+
+
+class OwnWalks:
+    """`count` rollouts of `frames` frames after true beginnings, under the true actions."""
+
+    def __init__(self, model: WorldModel, device: str, count: int, frames: int):
+        self.device, self.count, self.frames = device, count, frames
+        self.dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
+        self.world = place(WorldModel(model.config), device, self.dtype)
+        self.seed = 0
+        self.made = self.true = self.actions = torch.empty(0)
+
+    def refresh(
+        self, weights: dict[str, torch.Tensor], walks: Walks, rng: np.random.Generator
+    ) -> None:
+        """Roll out the given weights (by name)."""
+        own = dict(self.world.named_parameters())
+        for name, value in weights.items():
+            own[name].data.copy_(value)
+        first = self.world.config.chunk_frames
+        self.true, self.actions = walks.sample(self.count, first + self.frames, rng)
+        names = tuple(str(i) for i in range(self.count))
+        held = self.actions.to("cpu", torch.uint8)
+        episodes = Episodes(self.true[:, :first].cpu(), held, names)
+        self.seed += 1
+        seeds = [self.seed * 1000 + i for i in range(self.count)]
+        video = rollout(self.world, episodes, own_cache(self.world), self.frames, seeds)
+        self.made = video.to(self.device)
+
+    def sample(
+        self, batch: int, length: int, rng: np.random.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Own frames uint8 [B,length,H,W,3], the true ones, and actions int64 [B,length].
+
+        They start at whole chunks.
+        """
+        size = self.world.config.chunk_frames
+        starts = size * rng.integers((self.made.shape[1] - length) // size + 1, size=batch)
+        rows = rng.integers(self.count, size=batch)
+        index = torch.from_numpy(starts[:, None] + np.arange(length)).to(self.device)
+        row = torch.from_numpy(rows)[:, None].to(self.device)
+        return self.made[row, index], self.true[row, index], self.actions[row, index]
