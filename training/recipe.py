@@ -47,6 +47,7 @@ class Recipe:
     clean_share: float = 0.25  # sequences whose history has no noise
     tokenizer_power: float = 0.5  # see Tokenizer.fit
     tokenizer_largest: float = 1.5  # deviation of the first component, in units of the noise
+    critic_penalty: float = 5.0  # see Judge.learn
     own_frames: int = 48  # length of the model's own rollouts
     own_every: int = 60  # steps after which they are made anew
 

@@ -107,14 +107,21 @@ class Step:
             true_chunks = self._chunks(clean)
         made_chunks = self._chunks(leaf)
         critic_loss = judge.learn(true_chunks, made_chunks.detach(), held)
-        gain = judge.gain(made_chunks, held)
-        (push,) = torch.autograd.grad(-gain, leaf)
-        # as large as the squared error's on the rows that have one
-        scale = gradient[:true_rows].norm() / push[:true_rows].norm().clamp_min(1e-12)
+        doubt = judge.doubt(true_chunks, made_chunks, held)
+        (push,) = torch.autograd.grad(doubt, leaf)
+        # on the rows that have both; kept once the critic has learnt something, since a critic
+        # that is at a loss should not push as hard as a good one
+        ratio = gradient[:true_rows].norm() / push[:true_rows].norm().clamp_min(1e-12)
+        scale = judge.scale(ratio, critic_weight > 0)
         last.backward(
             (gradient + critic_weight * scale * push) / (1 - config.noise_levels[-1]) ** 2
         )
-        return {"sampled_error": error.detach(), "critic_loss": critic_loss, "gain": gain.detach()}
+        return {
+            "sampled_error": error.detach(),
+            "critic_loss": critic_loss,
+            "doubt": doubt.detach(),
+            "critic_scale": scale * critic_weight,
+        }
 
     def _chunks(self, latents: torch.Tensor) -> torch.Tensor:
         """Pixels of all chunks but the first, [N,C,H,W,3]."""

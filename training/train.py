@@ -218,7 +218,7 @@ class Course:
         self.judge: Judge | None = None
         self.own: OwnWalks | None = None
         if any(phase.sampled_share for phase in recipe.phases):
-            self.judge = Judge(model.config, process.device, process.count)
+            self.judge = Judge(model.config, process.device, process.count, recipe.critic_penalty)
         if any(phase.own_rows for phase in recipe.phases):
             rows = 2 * max(phase.batch for phase in recipe.phases)
             self.own = OwnWalks(model, process.device, rows, recipe.own_frames)
@@ -237,8 +237,8 @@ class Course:
                 self.own.refresh(self.learner.averaged(), self.walks, self.rng)
             made, true, held = self.own.sample(own_rows, phase.frames, self.rng)
             history[-own_rows:], frames[-own_rows:], actions[-own_rows:] = made, true, held
-        # the critic learns alone at first
-        weight = phase.critic_weight * min(1.0, self.sampled / 120)
+        # the critic learns alone at first, and is then heard little by little
+        weight = phase.critic_weight * min(1.0, max(0.0, self.sampled / 60 - 1))
         self.sampled += 1
         return step.sampled(frames, history, actions, weight, self.generator)
 
