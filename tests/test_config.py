@@ -167,6 +167,42 @@ def test_parse_method() -> None:
             parse_method(wrong)
 
 
+def test_a_side_may_change_fields() -> None:
+    config = parse_method("quantwm@rank=4,retain=always,warm_start=false : qvg4@group_size=32")
+    assert config.keys == CodecConfig("quantwm", rank=4, retain="always", warm_start=False)
+    assert config.values == CodecConfig("qvg4", group_size=32)
+    assert config.name.startswith("quantwm@rank=4")
+    both = parse_method("quantwm@centroids=64")
+    assert both.keys.centroids == both.values.centroids == 64
+    assert parse_method("quantwm@span_chunks=3").policy.span_chunks == 3
+
+
+def test_defaults_give_way_to_what_a_side_names() -> None:
+    config = parse_method("quantwm@centroids=64:qvg4", centroids=32)
+    assert (config.keys.centroids, config.values.centroids) == (64, 32)
+    assert parse_method("bf16:kivi", centroids=32).values == preset("kivi").values
+
+
+@pytest.mark.parametrize(
+    ("text", "word"),
+    [
+        ("qvg@", "FIELD=VALUE"),
+        ("qvg@rank", "FIELD=VALUE"),
+        ("qvg@seed=1,seed=2", "each field once"),
+        ("qvg@rank=4", "rank"),
+        ("qvg@bits=two", "bits"),
+        ("qvg@centroids=0", "centroids"),
+        ("qvg@centroids=3.5", "centroids"),
+        ("qvg@name=x", "name"),
+        ("qvg@method=kivi", "method"),
+    ],
+)
+def test_a_bad_change_is_named(text: str, word: str) -> None:
+    with pytest.raises(ConfigError, match=word) as caught:
+        parse_method(text)
+    assert "\n" not in str(caught.value)
+
+
 def test_dictionaries_survive_json() -> None:
     for name in PRESETS:
         config = preset(name, seed=7, span_chunks=2) if "qv" in name else preset(name)

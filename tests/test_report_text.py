@@ -42,6 +42,11 @@ def test_the_sentence_follows_the_numbers(best: str, worst: str) -> None:
     assert "3.0 times as much false flicker" in sentence
 
 
+def test_titles_carry_what_was_changed() -> None:
+    assert text.method_title("quantwm@rank=4,candidates=1") == "QuantWM rank=4 candidates=1"
+    assert text.method_title("qvg@bits=4:bf16") == "QVG bits=4 : BF16"
+
+
 def test_less_flicker_of_the_farthest_is_said_too() -> None:
     sentence = text.second_sentence([ORIGINAL, row("kivi", 40.0, 0.02), row("qvg", 30.0, 0.01)])
     assert "less false flicker (0.50 times" in sentence

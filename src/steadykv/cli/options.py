@@ -9,7 +9,7 @@ import typer
 
 from steadykv.config import PRESETS
 
-METHODS_HELP = f"Caches: {' '.join(PRESETS)}, or KEYS:VALUES."
+METHODS_HELP = f"Caches: {' '.join(PRESETS)}, or KEYS:VALUES; NAME@FIELD=VALUE changes a codec."
 
 Methods = Annotated[list[str], typer.Option(help=METHODS_HELP)]
 Keys = Annotated[

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from .cache import CacheConfig, CachePolicy
-from .codec import CodecConfig
+from .codec import METHODS, CodecConfig
 
 __all__ = ["PRESETS", "parse_method", "preset"]
 
@@ -35,15 +35,19 @@ def preset(name: str, /, **overrides: Any) -> CacheConfig:
     return config.replace(**overrides) if overrides else config
 
 
-def parse_method(text: str) -> CacheConfig:
+def parse_method(text: str, /, **defaults: Any) -> CacheConfig:
     """A preset, or "keys:values": the key codec of one preset and the value codec of another.
 
-    "quantwm:bf16" packs the keys only. The result is named `text`.
+    "quantwm:bf16" packs the keys only. Either side may change fields after an "@", as in
+    "quantwm@rank=4,candidates=1" or "qvg@group_size=32:bf16". `defaults` are codec fields that are
+    set first, wherever a codec reads them. The result is named `text`.
+    Raises ConfigError for an unknown preset or field, a value that does not fit, and two policies.
     """
-    keys_name, colon, values_name = text.strip().partition(":")
+    keys_text, colon, values_text = text.strip().partition(":")
+    keys = _side(keys_text, defaults)
     if not colon:
-        return preset(keys_name)
-    keys, values = preset(keys_name), preset(values_name)
+        return keys.replace(name=text.strip())
+    values = _side(values_text, defaults)
     policies = {c.policy for c in (keys, values)} - {CachePolicy()}
     if len(policies) > 1:
         raise ConfigError(
@@ -51,3 +55,37 @@ def parse_method(text: str) -> CacheConfig:
         )
     policy = policies.pop() if policies else CachePolicy()
     return CacheConfig(keys.keys, values.values, policy, text.strip())
+
+
+def _side(text: str, defaults: dict[str, Any]) -> CacheConfig:
+    """One side of a method: a preset's name and its changes."""
+    name, at, changes = text.strip().partition("@")
+    config = preset(name.strip())
+    read = {field for codec in (config.keys, config.values) for field in METHODS[codec.method]}
+    config = config.replace(**{k: v for k, v in defaults.items() if k in read})
+    if not at:
+        return config
+    overrides: dict[str, Any] = {}
+    for change in changes.split(","):
+        field, equals, value = (part.strip() for part in change.partition("="))
+        if not (field and equals and value) or field in overrides:
+            raise ConfigError(
+                f"{text!r}: got {change!r}, expected FIELD=VALUE, each field once; "
+                "separate several with commas"
+            )
+        if field in ("keys", "values", "policy", "name"):
+            raise ConfigError(f"{text!r}: {field} cannot be set here: expected a codec's field")
+        overrides[field] = _number_or_word(value)
+    return config.replace(**overrides)
+
+
+def _number_or_word(text: str) -> int | float | bool | str:
+    """What a field's value reads as."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text

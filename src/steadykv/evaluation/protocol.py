@@ -120,7 +120,8 @@ class Protocol:
     seeds: noise seeds; every episode is rolled out once with each, the same for all methods.
     frames: generated frames, after the context frames.
     policy: span and window of every method; a preset's own kept tokens (``kivi_recent``) are added.
-    centroids: of every clustering codec; None leaves each preset's own.
+    centroids: of every clustering codec that does not name its own ("qvg@centroids=64"); None
+        leaves each preset's own.
     max_batch: rollouts that share one batch. Bytes and seconds are reported per rollout.
     paired_against: method whose difference from each other method is reported with an interval.
     keep_videos: the first so many rollouts' videos are returned; the shown query is one of theirs.
@@ -166,7 +167,8 @@ class Protocol:
         return {method: self._configuration(method) for method in self.methods}
 
     def _configuration(self, method: str) -> CacheConfig:
-        config = parse_method(method)
+        defaults = {} if self.centroids is None else {"centroids": self.centroids}
+        config = parse_method(method, **defaults)
         own = config.policy
         return config.replace(
             name=method,
@@ -174,4 +176,5 @@ class Protocol:
             sink_frames=self.policy.sink_frames,
             sink_keep=max(self.policy.sink_keep, own.sink_keep),
             recent_keep=max(self.policy.recent_keep, own.recent_keep),
-        ).with_span(self.policy.span_chunks, self.centroids)
+            span_chunks=self.policy.span_chunks,
+        )
