@@ -285,7 +285,12 @@ def report_failure(error: BaseException, typed: Sequence[str]) -> int | None:
         what = f"{error.filename}: " if error.filename else ""
         return say(f"{what}{error.strerror or error}{notes}", USER_ERROR)
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
-        smaller = "a smaller --batch or fewer --frames" if "compare" in typed else "fewer --frames"
+        options = {
+            "compare": "a smaller --batch or fewer --frames",
+            "capture": "fewer --episodes, --frames, --layers or --heads",
+            "tensors": "fewer --methods, or a file with shorter spans or fewer heads",
+        }
+        smaller = next((options[word] for word in typed if word in options), "fewer --frames")
         return say(
             f"out of memory ({one_line(str(error))[:160]}); try {smaller}{notes}", USER_ERROR
         )

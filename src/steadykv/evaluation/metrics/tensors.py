@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import product
 
 import torch
 
 from steadykv.errors import ShapeError
-from steadykv.evaluation.metrics.selection import key_logits, shared_keys, top_keys
+from steadykv.evaluation.metrics.selection import shared_keys, top_keys
 from steadykv.ops.precision import full_precision
 
 BLOCK_BYTES = 16 << 20
-"""FP32 logits of one block of queries; up to seven tensors of this size live at once."""
+"""FP32 logits of one block of queries: 3,640 of them at 1,152 tokens, 141 at 29,640."""
 
 
 def relative_error(original: torch.Tensor, restored: torch.Tensor) -> float:
@@ -74,9 +75,10 @@ def attention_errors(
     """What `queries` [B, Hq, Q, D] see of keys and values [B, H, S, D], before and after packing.
 
     Attention runs over these S tokens alone, with the scale D^-0.5, in FP32; query head i reads key
-    head floor(i * H / Hq). Sums over queries are FP64. Allocates FP32 copies of the four tensors
-    and seven blocks of `block_bytes`. Raises ShapeError when shapes do not fit, or with no queries
-    or no tokens.
+    head floor(i * H / Hq). Sums over queries are FP64. Allocates FP32 copies of one head of the
+    four tensors, and for one block of its queries four times their logits (`block_bytes` each) and
+    a few times their outputs. Raises ShapeError when shapes do not fit, or with no queries or no
+    tokens.
     """
     for name, x in (("values", values), ("packed_keys", packed_keys),
                     ("packed_values", packed_values)):  # fmt: skip
@@ -86,20 +88,28 @@ def attention_errors(
             f"queries have shape {tuple(queries.shape)}, keys {tuple(keys.shape)}; expected "
             "[B, Hq, Q, D] and [B, H, S, D] with at least one query and one token"
         )
-    batch, heads, count, head_dim = queries.shape
-    row = 4 * batch * heads * keys.shape[2]
-    step = max(1, block_bytes // row)
+    batch, query_heads, count, head_dim = queries.shape
+    heads, tokens = keys.shape[1:3]
+    if (batch, head_dim) != (keys.shape[0], keys.shape[3]) or query_heads % heads:
+        raise ShapeError(
+            f"queries have shape {tuple(queries.shape)}; expected [{keys.shape[0]}, a multiple of "
+            f"{heads}, any, {keys.shape[3]}]"
+        )
+    step = max(1, block_bytes // (4 * tokens))
     sums = torch.zeros(_SUMS, dtype=torch.float64, device=keys.device)
     with full_precision(keys.device):
-        k, v, packed_k, packed_v = (x.float() for x in (keys, values, packed_keys, packed_values))
-        for first in range(0, count, step):
-            block = queries[:, :, first : first + step].float() * head_dim**-0.5
-            sums += _block_sums(block, k, v, packed_k, packed_v, top_k)
+        for row, head in product(range(batch), range(heads)):
+            k, v = keys[row, head].float(), values[row, head].float()
+            packed_k, packed_v = packed_keys[row, head].float(), packed_values[row, head].float()
+            asking = queries[row].unflatten(0, (heads, -1))[head].flatten(0, 1)
+            for first in range(0, len(asking), step):
+                block = asking[first : first + step].float() * head_dim**-0.5
+                sums += _block_sums(block, k, v, packed_k, packed_v, top_k)
     squares, moved, lost, divergence, *outputs = sums.tolist()
-    selections = batch * heads * count
+    selections = batch * query_heads * count
     reference, errors = outputs[0], outputs[1:]
     return AttentionErrors(
-        logit_rmse=math.sqrt(squares / (selections * keys.shape[2])),
+        logit_rmse=math.sqrt(squares / (selections * tokens)),
         top1_shift=moved / selections,
         top5_shift=lost / selections,
         softmax_kl=max(0.0, divergence / selections),  # FP32 rounding may leave -1e-9
@@ -121,33 +131,22 @@ def _block_sums(
     packed_values: torch.Tensor,
     top_k: int,
 ) -> torch.Tensor:
-    """FP64 [8]: what the means are made of, summed over one block of scaled queries."""
-    before, after = key_logits(queries, keys), key_logits(queries, packed_keys)
+    """FP64 [8]: what the means are made of, over scaled queries [N, D] and one head's [S, D]."""
+    before, after = queries @ keys.T, queries @ packed_keys.T
     squares = (after - before).square_().sum(dtype=torch.float64)
     log_p, log_packed = before.log_softmax(-1), after.log_softmax(-1)
     best, packed_best = top_keys(before, top_k), top_keys(after, top_k)  # overwrites both
+    del before, after
     moved = (best[..., 0] != packed_best[..., 0]).sum(dtype=torch.float64)
     lost = (1.0 - shared_keys(best, packed_best).double() / best.shape[-1]).sum()
     p = log_p.exp()
-    divergence = (p * log_p.sub_(log_packed)).sum(dtype=torch.float64)
+    divergence = log_p.sub_(log_packed).mul_(p).sum(dtype=torch.float64)
     packed_p = log_packed.exp_()
-    output = _attend(p, values)
-    outputs = (
-        _attend(packed_p, values),
-        _attend(p, packed_values),
-        _attend(packed_p, packed_values),
-    )
-    errors = [(other - output).square().sum(dtype=torch.float64) for other in outputs]
+    output = p @ values
+    others = packed_p @ values, p @ packed_values, packed_p @ packed_values
+    errors = [(other - output).square().sum(dtype=torch.float64) for other in others]
     energy = output.square().sum(dtype=torch.float64)
     return torch.stack((squares, moved, lost, divergence, energy, *errors))
-
-
-def _attend(weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Weights [B, Hq, Q, S] times FP32 values [B, H, S, D]: [B, Hq, Q, D]."""
-    batch, query_heads, count, tokens = weights.shape
-    heads = values.shape[1]
-    grouped = weights.reshape(batch, heads, query_heads // heads * count, tokens)
-    return (grouped @ values).view(batch, query_heads, count, -1)
 
 
 def _energies(original: torch.Tensor, restored: torch.Tensor) -> tuple[float, float]:
