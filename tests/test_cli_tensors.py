@@ -66,6 +66,7 @@ def test_capture(world: list[str], tmp_path: Path, capsys: pytest.CaptureFixture
     assert file.cells == ((1, 0), (1, 2))
     assert file.header.rows == ({"episode": "walk-0", "seed": 7}, {"episode": "walk-1", "seed": 7})
     assert (file.header.key_rope, file.header.query_seed) == ("pre", 7)
+    assert file.header.model["weights"] == "world.safetensors"
     assert file.shape((1, 0), "q") == (2, 2, 9, 32)
     predicted = re.search(r"predicted: at most ([\d.]+) MiB \(1 layer, 2 heads, 2 spans of 144 "
                           r"tokens, up to 9 later queries each\)", shown.err)  # fmt: skip

@@ -92,6 +92,7 @@ def capture(
                 seed=seed,
                 span_chunks=span_chunks,
                 key_rope=key_rope.value,
+                weights="shipped" if world is None else world.name,
                 max_nbytes=limit,
                 on_plan=_say_plan,
                 on_chunk=lambda done, total: advance(done, total, "walking"),

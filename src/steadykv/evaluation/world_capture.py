@@ -49,6 +49,7 @@ def capture_world(
     seed: int = 0,
     span_chunks: int = 2,
     key_rope: KeyRope = "post",
+    weights: str = "shipped",
     max_nbytes: int | None = None,
     on_plan: Callable[[CapturePlan], None] | None = None,
     on_chunk: OnChunk | None = None,
@@ -56,20 +57,22 @@ def capture_world(
     """Roll `episodes` out with a BF16 cache and write what `selection` names to `path`.
 
     The batch rows of the file are the episodes, all with noise seed `seed`; spans have
-    `span_chunks` chunks under the world's own window and sink. `on_plan` is called before anything
-    runs. Returns the header as stored, with "nbytes" of the file.
+    `span_chunks` chunks under the world's own window and sink. `weights` names the model's in the
+    header. `on_plan` is called before anything runs. Returns the header as stored, with "nbytes" of
+    the file.
     Holds the capture on the CPU until it is written. Raises ConfigError for numbers that there are
     not and for a capture above `max_nbytes`, before anything runs.
     """
-    shape = world.config
+    shape, weight = world.config, next(world.parameters())
     policy = CachePolicy(
         span_chunks=span_chunks, window_frames=shape.window_frames, sink_frames=shape.sink_frames
     )
     header = CaptureHeader(
         model={
             "name": "steadykv.world",
+            "weights": weights,
             "config": shape.to_dict(),
-            "compute_dtype": _name_of(world.embed.weight.dtype),
+            "compute_dtype": _name_of(weight.dtype),
             "frames": frames,
         },
         num_layers=shape.num_layers,
@@ -85,9 +88,9 @@ def capture_world(
         policy=policy,
         queries=selection.queries,
         query_seed=selection.seed,
-        environment=environment(world.embed.weight.device),
+        environment=environment(weight.device),
     )
-    plan = plan_capture(header, selection, shape, frames, world.embed.weight.dtype)
+    plan = plan_capture(header, selection, shape, frames, weight.dtype)
     if on_plan is not None:
         on_plan(plan)
     if max_nbytes is not None and plan.nbytes > max_nbytes:

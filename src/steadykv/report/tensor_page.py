@@ -139,7 +139,9 @@ def _facts(data: Mapping[str, Any]) -> dict[str, str]:
     if header is not None:
         place = "after" if header["key_rope"] == "post" else "before"
         entries |= {
-            "captured from": str(header["model"].get("name", "unknown")),
+            "captured from": " ".join(
+                str(header["model"][name]) for name in ("name", "weights") if name in header["model"]
+            ),
             "rows": text.listed([", ".join(f"{k} {v}" for k, v in r.items())
                                  for r in header["rows"]] or ["none"]),
             "keys are stored": f"{place} RoPE",
