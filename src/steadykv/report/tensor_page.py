@@ -137,11 +137,10 @@ def _facts(data: Mapping[str, Any]) -> dict[str, str]:
     }
     header = file["header"]
     if header is not None:
+        model = header["model"]
         place = "after" if header["key_rope"] == "post" else "before"
         entries |= {
-            "captured from": " ".join(
-                str(header["model"][name]) for name in ("name", "weights") if name in header["model"]
-            ),
+            "captured from": f"{model.get('name', 'unknown')} {model.get('weights', '')}".strip(),
             "rows": text.listed([", ".join(f"{k} {v}" for k, v in r.items())
                                  for r in header["rows"]] or ["none"]),
             "keys are stored": f"{place} RoPE",
