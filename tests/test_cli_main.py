@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import typer
 
 import steadykv
+from steadykv.cli.app import app
 from steadykv.cli.common import claim, command_text, expand_lists, new_folder, report_failure
 from steadykv.cli.main import main
 from steadykv.cli.options import METHODS_HELP
@@ -50,7 +53,8 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["--help"]):
         assert main(arguments) == 0
         shown = capsys.readouterr()
-        assert all(command in shown.out for command in ("demo", "compare", "env"))
+        commands = ("demo", "compare", "capture", "tensors", "env")
+        assert all(command in shown.out for command in commands)
         assert shown.err == ""
 
 
@@ -171,14 +175,16 @@ def test_help_names_every_preset() -> None:
     assert all(name in METHODS_HELP for name in PRESETS)
 
 
-@pytest.mark.parametrize(("command", "named"), [("compare", True), ("demo", False)])
+@pytest.mark.parametrize("command", ["compare", "demo", "capture", "tensors"])
 def test_out_of_memory_names_only_options_of_the_command(
-    command: str, named: bool, capsys: pytest.CaptureFixture[str]
+    command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert report_failure(MemoryError("none left"), [command]) == 2
-    said = capsys.readouterr().err
-    assert "--frames" in said
-    assert ("--batch" in said) == named
+    named = set(re.findall(r"--[a-z]+", capsys.readouterr().err))
+    known = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
+    assert named
+    assert named <= {option for param in known for option in param.opts}
+    assert ("--batch" in named) == (command == "compare")
 
 
 def test_an_interrupt_that_the_parser_swallows_is_said(

@@ -25,6 +25,7 @@ LAYERS = (
     {"ops"},
     {"codecs"},
     {"cache"},
+    {"capture"},
     {"hosts", "world"},
     {"evaluation"},
     {"report"},

@@ -69,6 +69,11 @@ class QueryStats:
         return self._own.get(group) if self._moment is None else self._moment
 
     @property
+    def has_history(self) -> bool:
+        """Whether M exists; before, `for_encoding` gives a first span's own queries or None."""
+        return self._moment is not None
+
+    @property
     def pending_groups(self) -> tuple[int, ...]:
         """Groups whose queries are not in M yet, oldest first."""
         return tuple(sorted(self._pending))

@@ -7,9 +7,11 @@ from typing import Annotated
 import typer
 
 import steadykv
+from steadykv.cli.capture import capture
 from steadykv.cli.compare import compare
 from steadykv.cli.demo import demo
 from steadykv.cli.env import env
+from steadykv.cli.tensors import tensors
 
 app = typer.Typer(
     name="steadykv",
@@ -19,6 +21,8 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(compare)
+app.command()(capture)
+app.command()(tensors)
 app.command()(env)
 
 

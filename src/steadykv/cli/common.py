@@ -155,6 +155,32 @@ def claim(folder: Path) -> None:
         ) from error
 
 
+@contextmanager
+def claimed(folder: Path | None) -> Iterator[None]:
+    """Run a command inside its new result folder (None: it needs none).
+
+    Afterwards an empty folder is removed; Ctrl-C becomes Interrupted, and the line of any failure
+    says what was kept.
+    """
+    had_parent = folder is not None and folder.parent.exists()
+    if folder is not None:
+        claim(folder)
+    try:
+        yield
+    except KeyboardInterrupt:
+        kept = "nothing was finished yet" if folder is None else describe_kept(folder)
+        raise Interrupted(f"interrupted; {kept}") from None
+    except Exception as error:
+        if folder is not None and kept_files(folder):
+            error.add_note(describe_kept(folder))
+        raise
+    finally:
+        if folder is not None:
+            remove_if_empty(folder)
+            if not had_parent:
+                remove_if_empty(folder.parent)
+
+
 def new_file(path: Path, option: str) -> Path:
     """A file that does not exist yet in a folder that does. Raises ConfigError."""
     if path.exists():
@@ -259,7 +285,12 @@ def report_failure(error: BaseException, typed: Sequence[str]) -> int | None:
         what = f"{error.filename}: " if error.filename else ""
         return say(f"{what}{error.strerror or error}{notes}", USER_ERROR)
     if type(error).__name__ == "OutOfMemoryError" or isinstance(error, MemoryError):
-        smaller = "a smaller --batch or fewer --frames" if "compare" in typed else "fewer --frames"
+        options = {
+            "compare": "a smaller --batch or fewer --frames",
+            "capture": "fewer --episodes, --frames, --layers or --heads",
+            "tensors": "fewer --methods, or a file with shorter spans or fewer heads",
+        }
+        smaller = next((options[word] for word in typed if word in options), "fewer --frames")
         return say(
             f"out of memory ({one_line(str(error))[:160]}); try {smaller}{notes}", USER_ERROR
         )

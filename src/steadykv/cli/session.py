@@ -8,14 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from steadykv.cli.common import (
-    Advance,
-    Interrupted,
-    claim,
-    describe_kept,
-    kept_files,
-    remove_if_empty,
-)
+from steadykv.cli.common import Advance, claimed
 from steadykv.cli.interrupts import raise_on_interrupt
 from steadykv.errors import ConfigError
 
@@ -54,21 +47,9 @@ class Session:
 
     def run(self, advance: Advance) -> ComparisonResult:
         """Run everything and write the report. Raises Interrupted, or what the library raises."""
-        had_parent = self.folder.parent.exists()
-        claim(self.folder)
-        try:
+        with claimed(self.folder):
             result = self._compare(advance)
             self._report(result, advance)
-        except KeyboardInterrupt:
-            raise Interrupted(f"interrupted; {describe_kept(self.folder)}") from None
-        except Exception as error:
-            if kept_files(self.folder):
-                error.add_note(describe_kept(self.folder))
-            raise
-        finally:
-            remove_if_empty(self.folder)
-            if not had_parent:
-                remove_if_empty(self.folder.parent)
         return result
 
     def _compare(self, advance: Advance) -> ComparisonResult:
@@ -78,7 +59,7 @@ class Session:
 
         episodes = load_episodes(self.episodes, self.walks_file)
         world = load_world(self.world_file, device=self.device, dtype=self.dtype)
-        self._check_frames(world.config.chunk_frames, episodes.actions.shape[1])
+        check_frames(self.frames, world.config.chunk_frames, episodes.actions.shape[1])
         raise_on_interrupt()
         policy = CachePolicy(
             window_frames=world.config.window_frames,
@@ -97,15 +78,6 @@ class Session:
             on_video=self._keep_video,
             **self.options,
         )
-
-    def _check_frames(self, chunk: int, held: int) -> None:
-        """Refuse a length that the world cannot generate. Raises ConfigError."""
-        most = (held - chunk) // chunk * chunk
-        if self.frames % chunk or self.frames > most:
-            raise ConfigError(
-                f"--frames: got {self.frames}, expected a multiple of {chunk} up to {most}; try "
-                f"{min(most, max(chunk, round(self.frames / chunk) * chunk))}"
-            )
 
     def _keep_video(self, method: str, episode: str, seed: int, video: torch.Tensor) -> None:
         """Write a method's MP4 as soon as its walk is done."""
@@ -167,6 +139,19 @@ class Session:
             console.print(hint, style="yellow", highlight=False)
         console.print()
         console.print(f"report: {report.resolve()}", highlight=False, soft_wrap=True)
+
+
+def check_frames(frames: int, chunk: int, held: int) -> None:
+    """Refuse a length that the world cannot generate. Raises ConfigError.
+
+    chunk: frames generated together. held: frames whose buttons the walks know.
+    """
+    most = (held - chunk) // chunk * chunk
+    if frames % chunk or frames > most:
+        raise ConfigError(
+            f"--frames: got {frames}, expected a multiple of {chunk} up to {most}; try "
+            f"{min(most, max(chunk, round(frames / chunk) * chunk))}"
+        )
 
 
 def _step(label: str) -> str:

@@ -61,7 +61,7 @@ def psnr_by_frame(curves: Sequence[Curve], first_frame: int, prefix: str = "psnr
     Values above the ceiling (identical frames) are drawn at it, which the axis says.
     """
     figure, axes = _figure(6.6, 3.7, "PSNR against BF16 in dB: higher is closer")
-    ends: list[tuple[float, str, int | None]] = []
+    ends: list[tuple[float, str, str]] = []
     for curve in curves:
         frames = range(first_frame, first_frame + len(curve.mean))
         values = [_cap(value) for value in curve.mean]
@@ -80,7 +80,7 @@ def psnr_by_frame(curves: Sequence[Curve], first_frame: int, prefix: str = "psnr
                 frames, low, high, color=colour_of(curve.colour), alpha=0.16, linewidth=0
             )
         if values:
-            ends.append((values[-1], curve.label, curve.colour))
+            ends.append((values[-1], curve.label, colour_of(curve.colour)))
     reached = [_cap(value) for curve in curves for value in curve.mean]
     lowest = min(reached, default=0.0)
     bottom, top = 5 * math.floor((lowest - 1) / 5), CEILING_DB + 1.5
@@ -91,8 +91,8 @@ def psnr_by_frame(curves: Sequence[Curve], first_frame: int, prefix: str = "psnr
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
     longest = max((len(curve.mean) for curve in curves), default=1)
     axes.set_xlim(first_frame - 0.5, first_frame + max(1, longest) - 0.5)
-    _label_ends(axes, ends, gap=(top - bottom) / 15)
-    return _svg(figure, prefix, "PSNR against the BF16 rollout, frame by frame")
+    label_ends(axes, ends, gap=(top - bottom) / 15)
+    return inline_svg(figure, prefix, "PSNR against the BF16 rollout, frame by frame")
 
 
 def quality_by_bits(points: Sequence[Point], floor: float | None, prefix: str = "bits") -> str:
@@ -147,7 +147,7 @@ def quality_by_bits(points: Sequence[Point], floor: float | None, prefix: str = 
     )
     _label_points(axes, points, height / 15)
     axes.set_xlabel("bits per stored number: lower is smaller")
-    return _svg(figure, prefix, "Quality against size, one point a method")
+    return inline_svg(figure, prefix, "Quality against size, one point a method")
 
 
 def _figure(width: float, height: float, title: str) -> tuple[Figure, Axes]:
@@ -166,8 +166,8 @@ def _figure(width: float, height: float, title: str) -> tuple[Figure, Axes]:
     return figure, axes
 
 
-def _label_ends(axes: Axes, ends: list[tuple[float, str, int | None]], gap: float) -> None:
-    """Names at the right end of each line, pushed apart until none overlaps."""
+def label_ends(axes: Axes, ends: list[tuple[float, str, str]], gap: float) -> None:
+    """(value, name, colour) at the right end of each line, pushed apart until none overlaps."""
     placed: list[float] = []
     low, high = axes.get_ylim()
     ordered = sorted(ends, key=lambda end: end[0])
@@ -187,7 +187,7 @@ def _label_ends(axes: Axes, ends: list[tuple[float, str, int | None]], gap: floa
             xytext=(5, 0),
             textcoords="offset points",
             va="center",
-            color=colour_of(colour),
+            color=colour,
             fontsize=10,
             fontweight="bold",
             annotation_clip=False,
@@ -221,7 +221,8 @@ def _cap(value: float) -> float:
     return CEILING_DB if math.isnan(value) else min(float(value), CEILING_DB)
 
 
-def _svg(figure: Figure, prefix: str, label: str) -> str:
+def inline_svg(figure: Figure, prefix: str, label: str) -> str:
+    """A figure drawn in placeholder colours as SVG for a page; `prefix` keeps its ids apart."""
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
         FigureCanvasSVG(figure).print_svg(
