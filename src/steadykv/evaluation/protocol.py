@@ -167,6 +167,11 @@ class Protocol:
 
     def _configuration(self, method: str) -> CacheConfig:
         config = parse_method(method)
+        if config.needs_calibration:
+            raise ConfigError(
+                f"method {method!r} needs a calibration, which a comparison cannot make; expected "
+                "one with levels='online', such as kvquant (KVCache takes calibration=)"
+            )
         own = config.policy
         return config.replace(
             name=method,
