@@ -144,6 +144,10 @@ class Codec(ABC):
     ) -> None:
         """Writes tokens start..end into `out` [B, H, end - start, D], any strides and dtype."""
 
+    def encode_extra_nbytes(self, shape: Shape) -> int:
+        """Bytes that encoding takes beside all those copies, for a pass over [B, H, S, D]."""
+        return 0
+
     def finish(self, tensors: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
         """Last step over the whole payload [B, H, ...], after all passes."""
         return tensors

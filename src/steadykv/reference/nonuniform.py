@@ -189,18 +189,18 @@ def _members(
     u: Tensor, sums: Tensor, levels: Tensor, weight: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Number and sum of the members of each level in all rows, weighted: FP64 [N, K]."""
-    ends = pad(_up_to(u, _bounds(levels)), (1, 0))
-    ends = torch.cat((ends, torch.full_like(ends[..., :1], u.shape[2])), -1)
+    bounds = pad(_bounds(levels), (0, 1), value=2 * LARGEST)
+    ends = _up_to(u, bounds)
     below = sums.gather(-1, (ends - 1).clamp_(min=0)).double().masked_fill_(ends == 0, 0)
-    both = torch.stack((ends.double(), below)).diff()
-    if weight is not None:
-        both *= weight
-    return tuple(_over_rows(both).unbind())  # type: ignore[return-value]
+    numbers, totals = (
+        _over_rows(t if weight is None else t * weight) for t in (ends.double(), below)
+    )
+    return pad(numbers, (1, 0)).diff(), pad(totals, (1, 0)).diff()
 
 
 def _over_rows(x: Tensor) -> Tensor:
-    """Sum over R of FP64 [..., R, K], in multiples of 2^-28: integers add up in any order."""
-    return (x * 2.0**28).round_().to(torch.int64).sum(-2).double() / 2.0**28
+    """Sum over R of FP64 [N, R, K], in multiples of 2^-28: integers add up in any order."""
+    return (x * 2.0**28).round_().to(torch.int64).sum(1).double() / 2.0**28
 
 
 def _quantiles(u: Tensor, levels: int) -> Tensor:
