@@ -211,7 +211,9 @@ def _read_entry(
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in sizes):
         raise CalibrationError(f"{path}: {name} has sizes {sizes}: expected positive integers")
     if not config.needs_calibration:
-        raise CalibrationError(f"{path}: {name} has a config with levels={config.levels!r}")
+        raise CalibrationError(
+            f"{path}: {name} has levels={config.levels!r}: expected 'calibrated'"
+        )
     wanted = {"levels": torch.float32, "stored_levels": torch.float16}
     if config.axis == "tokens":
         wanted |= {"center": torch.float16, "half": torch.float16}

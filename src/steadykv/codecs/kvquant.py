@@ -85,19 +85,16 @@ class KVQuantCodec(Codec):
 
     def encode(self, x: Tensor, inputs: HeadInputs) -> Encoded:
         """See `Codec.encode`. x has whole batch rows of `inputs.heads` heads."""
-        config, heads = self.config, inputs.heads
-        rows = x.unflatten(0, (-1, heads))
-        batch, _, tokens, width = rows.shape
+        config = self.config
+        rows = x.unflatten(0, (-1, inputs.heads))
+        batch, heads, tokens, width = rows.shape
         dense = self.dense_tokens((batch, heads, tokens, width))
         energy = self._channel_energy(inputs)
         encoded = Encoded({"dense": to_bfloat16(x[:, :dense])} if dense else {})
         encoded.flags["saturated"] = torch.zeros(len(x), dtype=torch.int64, device=x.device)
         if config.needs_queries:
-            is_active = (
-                torch.zeros(batch, device=x.device) if energy is None else energy.sum((1, 2))
-            )
-            is_active = (is_active > 0).to(torch.uint8)
-            encoded.flags["weight_active"] = is_active.repeat_interleave(heads)
+            total = rows.new_zeros(batch) if energy is None else energy.sum((1, 2))
+            encoded.flags["weight_active"] = (total > 0).to(torch.uint8).repeat_interleave(heads)
         if dense == tokens:
             return encoded
         rows = rows[:, :, dense:]
@@ -108,30 +105,26 @@ class KVQuantCodec(Codec):
         else:
             fixed = inputs.grid.tensors
             levels, stored = (fixed[name].repeat(batch, 1) for name in ("levels", "stored_levels"))
-        exact = vectors.gather(-1, outliers)
-        is_lost = exact.abs() > FP16_MAX
-        exact = exact.clamp(-FP16_MAX, FP16_MAX).to(torch.float16)
         codes = ops.nonuniform_codes(rows, config.axis, outliers, center, half, levels, config.bits)
         encoded.tensors["codes"] = codes.flatten(0, 1)
+        encoded.row_tensors["levels"] = stored
+        exact = vectors.gather(-1, outliers)
+        is_lost = exact.abs() > FP16_MAX
         parts = {
             "center": center,
             "half": half,
-            "outlier_values": exact,
+            "outlier_values": exact.clamp_(-FP16_MAX, FP16_MAX).to(torch.float16),
             "outlier_index": outliers.to(_index_dtype(vectors.shape[-1])),
         }
         if config.axis == "tokens":  # a vector has one head
-            parts = {
-                name: t.unflatten(1, (heads, width)).flatten(0, 1) for name, t in parts.items()
-            }
-            encoded.tensors.update(parts)
+            for name, part in parts.items():
+                encoded.tensors[name] = part.unflatten(1, (heads, width)).flatten(0, 1)
             saturated = (lost + is_lost.sum(-1)).unflatten(1, (heads, width)).sum(-1)
         else:  # and here all: a saturated center or half is counted once, with the first head
             encoded.row_tensors.update(parts)
-            saturated = torch.zeros(batch, heads, dtype=torch.int64, device=x.device)
-            head = outliers // width
-            saturated.scatter_add_(1, head.flatten(1), is_lost.to(torch.int64).flatten(1))
+            head, saturated = (outliers // width).flatten(1), lost.new_zeros(batch, heads)
+            saturated.scatter_add_(1, head, is_lost.flatten(1).to(torch.int64))
             saturated[:, 0] += lost.sum(-1)
-        encoded.row_tensors["levels"] = stored
         encoded.flags["saturated"] = saturated.flatten()
         return encoded
 
