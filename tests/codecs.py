@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import pytest
 import torch
 from torch import Tensor
 
-from steadykv.codecs import CODECS, Payload, QueryMoment, SpanKey, encode
-from steadykv.config import CodecConfig, preset
+from steadykv.codecs import CODECS, Calibration, Payload, QueryMoment, SpanKey, encode
+from steadykv.config import CacheConfig, CodecConfig, preset
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)]
 
@@ -35,6 +36,11 @@ class CodecCase:
         """Whether the payload holds a basis and coefficients."""
         return self.is_warmed and self.config.needs_queries and self.config.rank > 0
 
+    @property
+    def pools_heads(self) -> bool:
+        """Whether heads share statistics by definition."""
+        return CODECS[self.config.method].pools_heads
+
     def stats(self, x: Tensor, seed: int = 1) -> QueryMoment | None:
         """Query statistics for x [B, H, S, D], as the case wants them."""
         return sample_moment(x, seed) if self.is_warmed else None
@@ -42,6 +48,8 @@ class CodecCase:
     def encode(self, x: Tensor, stats: QueryMoment | None = None, **options: object) -> Payload:
         """Packs x with `stats`, or with the case's own."""
         stats = self.stats(x) if stats is None else stats
+        if self.config.needs_calibration:
+            options["calibration"] = sample_calibration(self.config, x.shape[1], x.shape[3])
         return encode(x, self.config, stats=stats, **options)  # type: ignore[arg-type]
 
 
@@ -83,6 +91,14 @@ def sample_moment(x: Tensor, seed: int = 1) -> QueryMoment:
     return moment
 
 
+@lru_cache(maxsize=64)
+def sample_calibration(config: CodecConfig, heads: int, head_dim: int) -> Calibration:
+    """Fitted on `sample_tokens`, for the spans of layers 0 and 3 that the tests encode."""
+    tokens = sample_tokens(heads=heads, head_dim=head_dim)
+    layers = {(layer, "key"): tokens for layer in (0, KEY.layer)}
+    return Calibration.fit(layers, CacheConfig(config, config))
+
+
 def sqnr(x: Tensor, decoded: Tensor) -> float:
     """Signal over quantization noise in dB."""
     signal, noise = x.double().square().sum(), (x.double() - decoded.double()).square().sum()
@@ -106,6 +122,26 @@ CASES = [
     CodecCase("quantwm_rank_0", CodecConfig("quantwm", centroids=16, rank=0), (12, 14.5)),
     CodecCase("quantwm_auto", CodecConfig("quantwm", centroids=16, coef_layout="auto"), (12.3, 15)),
     CodecCase("quantwm_always", CodecConfig("quantwm", centroids=16, retain="always"), (12.3, 15)),
+    CodecCase("kvquant_keys", CodecConfig("kvquant", axis="tokens"), (11.2, 12.2)),
+    CodecCase("kvquant_values", CodecConfig("kvquant"), (8.1, 10.5)),
+    CodecCase("kvquant_4bit", CodecConfig("kvquant", bits=4, axis="tokens"), (23, 24)),
+    CodecCase(
+        "kvquant_plain", CodecConfig("kvquant", axis="tokens", outlier_fraction=0.0), (10.6, 11.6)
+    ),
+    CodecCase("kvquant_first", CodecConfig("kvquant", axis="tokens", first_tokens=5), (11.2, 12.4)),
+    CodecCase(
+        "kvquant_weighted",
+        CodecConfig("kvquant", axis="tokens", level_weight="queries"),
+        (11.2, 12.3),
+    ),
+    CodecCase(
+        "kvquant_keys_calibrated",
+        CodecConfig("kvquant", axis="tokens", levels="calibrated"),
+        (11.2, 12.5),
+    ),
+    CodecCase(
+        "kvquant_values_calibrated", CodecConfig("kvquant", levels="calibrated"), (8.1, 10.5)
+    ),
 ]
 KEY = SpanKey(layer=3, tensor="key", span=2)
 
@@ -118,5 +154,7 @@ CACHE_METHODS = [
 ]
 DENSE_METHODS = [name for name in CODEC_METHODS if CODECS[name].is_dense]
 PACKED_METHODS = [name for name in CACHE_METHODS if name not in DENSE_METHODS]
+# Cases whose levels and thresholds follow the span: fixed ones know nothing of numbers elsewhere.
+ADAPTIVE_CASES = [case for case in CASES if not case.config.needs_calibration]
 PLAIN_METHODS = [name for name in CODEC_METHODS if not CODECS[name].needs_queries]
 KEYS_ONLY_METHODS = [f"{name}:bf16" for name in CODEC_METHODS if CODECS[name].needs_queries]

@@ -224,6 +224,7 @@ def test_one_layer_is_dense_at_a_time():
 def test_the_ledger_of_the_embedded_models_sizes():
     """Spans of 1,152 tokens, 32 centroids, head dimension 128; quantwm without its cold start."""
     expected = {"kivi": 3.0, "qvg": 2.632, "qvg4": 2.663, "quantwm": 3.031}
+    expected["kvquant"] = 2.389
     assert set(expected) == set(PACKED_CODECS)
     for name, bits in expected.items():
         config = preset(name).with_span(2, 32)
@@ -350,7 +351,11 @@ def test_every_payload_tensor_has_a_part():
         stats.update(torch.ones(1, HEADS, 4, DIM))
         x = torch.randn(1, HEADS, 24, DIM, generator=torch.Generator().manual_seed(0))
         payload = encode(x, codec, stats=stats if codec.needs_queries else None)
-        assert {part_of(name) for name in payload.tensors} <= names | {"scales", "coefficients"}
+        assert {part_of(name) for name in payload.tensors} <= names | {
+            "scales",
+            "coefficients",
+            "outliers",
+        }
 
 
 # --- no host sync ---------------------------------------------------------------------------------

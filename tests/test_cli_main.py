@@ -64,6 +64,7 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["demo", "--methods", "bf16", "qvq"], "'qvq'", "quantwm"),
         (["demo", "--methods", "qvg:nope"], "'nope'", "quantwm"),
         (["demo", "--methods", "qvg", "qvg"], "'qvg', 'qvg'", "none twice"),
+        (["compare", "--methods", "kvquant_calibrated"], "needs a calibration", "kvquant"),
         (["demo", "--methods"], "--methods", "requires an argument"),
         (["demo", "--frames", "many"], "'many'", "integer"),
         (["demo", "--frames=0"], "'0'", "greater than or equal to 1"),

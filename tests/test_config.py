@@ -23,6 +23,7 @@ from steadykv.errors import ConfigError, ShapeError
 BUDGETS = json.loads((Path(__file__).parent / "data" / "expected_bits.json").read_text())
 # What another spelling of the defaults would say in the budget table.
 GRIDS = {"qvg": "symmetric", "qvg4": "affine_zero", "quantwm": "affine_zero", "kivi": "affine_min"}
+GRIDS["kvquant"] = "non_uniform"
 
 
 def config_of(row: dict[str, Any]) -> CacheConfig:
@@ -90,6 +91,15 @@ def test_rates_of_the_embedded_model() -> None:
         {"method": "quantwm", "first_span": "mine"},
         {"method": "quantwm", "candidates": 0},
         {"method": "quantwm", "rank": -1},
+        {"method": "kvquant", "outlier_fraction": 0.02},
+        {"method": "kvquant", "outlier_fraction": False},
+        {"method": "kvquant", "first_tokens": -1},
+        {"method": "kvquant", "levels": "offline"},
+        {"method": "kvquant", "axis": "tokens", "level_weight": "keys"},
+        {"method": "kvquant", "axis": "channels", "level_weight": "queries"},
+        {"method": "kvquant", "q_norm": 1},
+        {"method": "kvquant", "group_size": 32},
+        {"method": "kivi", "levels": "calibrated"},
     ],
     ids=str,
 )

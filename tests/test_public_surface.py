@@ -21,6 +21,8 @@ PUBLIC = [
     "BackendUnavailable",
     "CacheConfig",
     "CachePolicy",
+    "Calibration",
+    "CalibrationError",
     "CodecConfig",
     "ConfigError",
     "KVCache",

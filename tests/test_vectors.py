@@ -16,7 +16,7 @@ from torch import Tensor
 from steadykv import ops
 from steadykv.codecs import Payload, QueryMoment, encode
 from steadykv.codecs.quantwm import sparse_coefficients
-from steadykv.config import CodecConfig
+from steadykv.config import METHODS, CodecConfig
 
 ARCHIVE = np.load(Path(__file__).parent / "vectors" / "vectors.npz")
 RAW = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
@@ -28,6 +28,8 @@ CONFIGS = {
     "qvg": {"method": "qvg"},
     "qvg4": {"method": "qvg4"},
     "quantwm_k": {"method": "quantwm"},
+    "kvquant_k": {"method": "kvquant", "axis": "tokens"},
+    "kvquant_v": {"method": "kvquant", "axis": "channels"},
 }
 # Largest step (units in the last place, or codes) and share of differing elements, for what lies
 # behind an eigen-solver. Everything else is exact.
@@ -81,7 +83,7 @@ def payload_of(case: str, codec: str) -> Payload:
     fields = dict(CONFIGS[codec])
     given = stored(f"{case}/in")
     initial = None
-    if fields["method"] != "kivi":
+    if "centroids" in METHODS[fields["method"]]:
         fields["centroids"] = CENTROIDS[case]
         initial = given["init_centroids"][:, :, :1]
     config = CodecConfig(**fields)  # type: ignore[arg-type]

@@ -114,6 +114,30 @@ def test_keys_before_and_after_rope_give_the_same_video() -> None:
     assert videos[0][:, 3:].float().std() > 1
 
 
+@pytest.mark.parametrize("key_rope", ["post", "pre"])
+def test_kvquant_packs_keys_before_and_after_rope(key_rope: KeyRope) -> None:
+    """Its ranges of channels are meant for keys before RoPE; both frames have to work."""
+    world, episodes = small_world(), small_episodes(2)
+    videos, caches = [], []
+    for name in ("bf16", "kvquant"):
+        shape = (SMALL.num_layers, SMALL.num_heads, SMALL.head_dim, SMALL.frame_tokens)
+        caches.append(KVCache(*shape, preset(name)))
+        videos.append(rollout(world, episodes, caches[-1], 15, key_rope=key_rope))
+    ledger = caches[1].ledger()
+    assert ledger.dense_tokens == 0
+    assert ledger.bits_per_element == preset("kvquant").bits_per_element(
+        2, SMALL.num_heads, 3 * SMALL.frame_tokens, SMALL.head_dim
+    )
+    # The given frames are the same in both runs, and so is what the first layer makes of them.
+    given = slice(0, 3 * SMALL.frame_tokens)
+    for exact, packed in zip(caches[0][0].read(), caches[1][0].read(), strict=True):
+        x = exact[:, given].float()
+        error = (x - packed[:, given].float()).square().mean() / x.square().mean()
+        assert 1e-3 < float(error) < 0.2
+    exact, packed = (video[:, 3:].float() for video in videos)
+    assert 1 < float((exact - packed).square().mean()) < 0.1 * float(exact.var())
+
+
 def test_rollout_depends_on_seed_and_row_but_not_on_the_batch() -> None:
     world, episodes = small_world(), small_episodes(3)
     window = SMALL.window_frames * SMALL.frame_tokens

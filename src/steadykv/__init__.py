@@ -10,10 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cache import KVCache, LayerCache
-    from .codecs import Payload, QueryMoment, SpanKey, decode, encode
+    from .codecs import Calibration, Payload, QueryMoment, SpanKey, decode, encode
     from .config import CacheConfig, CachePolicy, CodecConfig, parse_method, preset
     from .errors import (
         BackendUnavailable,
+        CalibrationError,
         ConfigError,
         NonFiniteError,
         PayloadError,
@@ -27,10 +28,11 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "cache": ("KVCache", "LayerCache"),
-    "codecs": ("Payload", "QueryMoment", "SpanKey", "decode", "encode"),
+    "codecs": ("Calibration", "Payload", "QueryMoment", "SpanKey", "decode", "encode"),
     "config": ("CacheConfig", "CachePolicy", "CodecConfig", "parse_method", "preset"),
     "errors": (
         "BackendUnavailable",
+        "CalibrationError",
         "ConfigError",
         "NonFiniteError",
         "PayloadError",
@@ -46,6 +48,8 @@ __all__ = [
     "BackendUnavailable",
     "CacheConfig",
     "CachePolicy",
+    "Calibration",
+    "CalibrationError",
     "CodecConfig",
     "ConfigError",
     "KVCache",

@@ -2,6 +2,7 @@
 
 __all__ = [
     "BackendUnavailable",
+    "CalibrationError",
     "ConfigError",
     "NonFiniteError",
     "PayloadError",
@@ -37,3 +38,7 @@ class BackendUnavailable(SteadyKVError, RuntimeError):
 
 class PayloadError(SteadyKVError, ValueError):
     """A stored payload whose header, tensors or version are not what they claim to be."""
+
+
+class CalibrationError(SteadyKVError, ValueError):
+    """A calibration that is missing, does not fit, or is not what its file claims to be."""

@@ -9,12 +9,22 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
-from steadykv.errors import ConfigError, NonFiniteError, PositionError, ShapeError
+from steadykv.codecs import Calibration
+from steadykv.codecs.calibration import grid_for
+from steadykv.config import CacheConfig
+from steadykv.errors import (
+    CalibrationError,
+    ConfigError,
+    NonFiniteError,
+    PositionError,
+    ShapeError,
+)
 
 __all__ = [
     "DTYPES",
     "LAYOUTS",
     "Geometry",
+    "calibration_of",
     "check_finite",
     "check_pair",
     "check_position",
@@ -137,6 +147,28 @@ def resolve_device(device: torch.device | str) -> torch.device:
 
 def _one_of(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(map(str, dtypes))
+
+
+def calibration_of(
+    calibration: Calibration | None, config: CacheConfig, layer: int, geometry: Geometry
+) -> Calibration | None:
+    """This layer's part, on its device; None where no codec asks for one. Else CalibrationError."""
+    grids = {}
+    sides = {"key": config.keys, "value": config.values}
+    for tensor, codec in sides.items():
+        if codec.needs_calibration:
+            size = (geometry.heads, geometry.head_dim)
+            grid = grid_for(calibration, codec, layer, tensor, *size)
+            assert grid is not None
+            grids[layer, tensor] = grid
+    if grids:
+        return Calibration(grids).to(geometry.device)
+    if calibration is not None:
+        raise CalibrationError(
+            f"layer {layer}: {config.name} reads no calibration: expected none, or codecs with "
+            "levels='calibrated', as in preset('kvquant_calibrated')"
+        )
+    return None
 
 
 def check_position(start: object, layer: int, open_range: tuple[int, int] | None, end: int) -> int:

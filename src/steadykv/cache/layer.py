@@ -9,6 +9,7 @@ from torch import Tensor
 
 from steadykv.cache.checks import (
     Geometry,
+    calibration_of,
     check_finite,
     check_pair,
     check_position,
@@ -24,7 +25,7 @@ from steadykv.cache.query_stats import QueryStats
 from steadykv.cache.segments import Segment, TensorStore, nbytes_of
 from steadykv.cache.status import LayerStatus, layer_ledger, layer_status
 from steadykv.cache.workspace import decode_workspace_nbytes
-from steadykv.codecs import SpanKey
+from steadykv.codecs import Calibration, SpanKey
 from steadykv.config import CacheConfig, CodecConfig
 from steadykv.errors import ConfigError, ShapeError
 from steadykv.ops.precision import full_precision
@@ -38,7 +39,7 @@ class LayerCache:
     num_heads: key/value heads H. head_dim: D. frame_tokens: tokens of one frame.
     layer: number of this layer; it seeds the codecs. layout: "BSHD" or "BHSD", of every tensor that
     comes in or goes out. dtype: of the dense tokens. debug: raise on non-finite input (syncs).
-    meter: shared by the layers of one cache.
+    calibration: for codecs with levels="calibrated". meter: shared by the layers of one cache.
 
     Positions are absolute token ids, starting at 0. The batch size is fixed by the first write.
     Writing, observing and reading never sync the host. What comes in is copied, and what goes out
@@ -61,6 +62,7 @@ class LayerCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         debug: bool = False,
+        calibration: Calibration | None = None,
         meter: MemoryMeter | None = None,
     ) -> None:
         if not isinstance(config, CacheConfig):
@@ -73,6 +75,7 @@ class LayerCache:
         self.config = config
         self.policy = SpanPolicy(config.policy, frame_tokens)
         self.layer = layer
+        self.calibration = calibration_of(calibration, config, layer, self.geometry)
         self.debug = debug
         self.meter = MemoryMeter() if meter is None else meter
         self.keys = TensorStore("key", self.geometry.token_dim)
@@ -221,8 +224,8 @@ class LayerCache:
     @property
     def nbytes(self) -> int:
         """Bytes of everything this layer keeps between two calls."""
-        stats = 0 if self.stats is None else self.stats.nbytes
-        return self.keys.nbytes + self.values.nbytes + stats + nbytes_of(self.nonfinite_count)
+        state = sum(s.nbytes for s in (self.stats, self.calibration) if s is not None)
+        return self.keys.nbytes + self.values.nbytes + state + nbytes_of(self.nonfinite_count)
 
     @isolated
     def reset(self) -> None:
@@ -287,6 +290,7 @@ class LayerCache:
                 end,
                 span_key=SpanKey(self.layer, store.name, span),
                 stats=moment if store is self.keys else None,
+                calibration=self.calibration,
                 meter=self.meter,
             )
             self._account()

@@ -10,6 +10,7 @@ from torch import Tensor
 from steadykv.cache.layer import LayerCache
 from steadykv.cache.ledger import Ledger, MemoryMeter
 from steadykv.cache.status import LayerStatus
+from steadykv.codecs import Calibration
 from steadykv.config import CacheConfig
 from steadykv.errors import ConfigError
 
@@ -21,12 +22,14 @@ class KVCache:
 
     num_layers, num_heads (KV heads H), head_dim (D), frame_tokens: from the host's configuration.
     config: codecs and policy. layout: "BSHD" or "BHSD". dtype: of the host's K and V, and of the
-    dense tokens. device: where they are. debug: raise on NaN and Inf (syncs).
+    dense tokens. device: where they are. debug: raise on NaN and Inf (syncs). calibration: for
+    codecs with levels="calibrated" (kvquant), with an entry for every layer.
 
         cache[i].write(k, v, start); cache[i].observe_queries(q); k, v = cache[i].read()
         cache.commit()                  # after the clean pass; or just write the next chunk
 
-    Raises ConfigError for sizes that are not positive integers, and for an unknown layout or dtype.
+    Raises ConfigError for sizes that are not positive integers, and for an unknown layout or dtype;
+    CalibrationError for a calibration that is missing, not asked for or made for something else.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class KVCache:
         dtype: torch.dtype = torch.bfloat16,
         device: torch.device | str = "cpu",
         debug: bool = False,
+        calibration: Calibration | None = None,
     ) -> None:
         if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
             raise ConfigError(f"num_layers is {num_layers!r}: expected a positive integer")
@@ -56,6 +60,7 @@ class KVCache:
                 dtype=dtype,
                 device=device,
                 debug=debug,
+                calibration=calibration,
                 meter=self._meter,
             )
             for index in range(num_layers)

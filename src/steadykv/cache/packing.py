@@ -5,7 +5,7 @@ from __future__ import annotations
 from steadykv.cache.ledger import MemoryMeter
 from steadykv.cache.segments import Segment, TensorStore
 from steadykv.cache.workspace import encode_workspace_nbytes
-from steadykv.codecs import QueryMoment, SpanKey, encode
+from steadykv.codecs import Calibration, QueryMoment, SpanKey, encode
 from steadykv.config import CodecConfig
 
 __all__ = ["DENSE_BITS", "pack_span"]
@@ -22,11 +22,13 @@ def pack_span(
     *,
     span_key: SpanKey,
     stats: QueryMoment | None,
+    calibration: Calibration | None,
     meter: MemoryMeter,
 ) -> bool:
     """Encode the waiting segments of [start, end); False if they stay dense, as nothing is saved.
 
-    stats: the moment to encode with, None for a cold start. Allocates the joined source where there
+    stats: the moment to encode with, None for a cold start. calibration: for codecs that ask for
+    one, and ignored by others. Allocates the joined source where there
     are several segments, `encode_workspace_nbytes`, and the payload. If encoding fails, the tokens
     are still there, dense.
     """
@@ -48,6 +50,7 @@ def pack_span(
         stats=stats,
         warm=store.warm_centroids(shape[2]) if codec.warm_start else None,
         span_key=span_key,
+        calibration=calibration if codec.needs_calibration else None,
     )
     packed = Segment(source.start, source.end, payload)
     workspace = encode_workspace_nbytes(codec, shape, stats is not None, source.tensor.device)

@@ -93,6 +93,8 @@ def layer_ledger(layer: LayerCache) -> LayerLedger:
         parts[name] = parts.get(name, 0) + nbytes
     if layer.stats is not None:
         parts["query_moment"] = layer.stats.nbytes
+    if layer.calibration is not None:
+        parts["calibration"] = layer.calibration.nbytes
     parts["counters"] = parts.get("counters", 0) + nbytes_of(layer.nonfinite_count)
     parts = {name: nbytes for name, nbytes in sorted(parts.items()) if nbytes}
     status = layer_status(layer)

@@ -14,8 +14,9 @@ from collections.abc import Iterable
 import torch
 
 from steadykv.cache.segments import Segment
-from steadykv.codecs import CODECS
+from steadykv.codecs import CODECS, codec_for
 from steadykv.codecs.base import WORKSPACE_BYTES
+from steadykv.codecs.encoder import heads_per_pass
 from steadykv.config import METHODS, CodecConfig
 from steadykv.reference.blocks import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES
 
@@ -39,7 +40,8 @@ def encode_workspace_nbytes(
     """Bytes that encoding a [B, H, S, D] span takes besides source and payload."""
     batch, heads, tokens, head_dim = shape
     row = 4 * tokens * head_dim
-    rows = max(1, min(batch * heads, WORKSPACE_BYTES // max(1, row)))
+    method = codec_for(codec)
+    rows = max(1, min(batch * heads, heads_per_pass(method, shape)))
     centroids = min(codec.centroids, tokens)
     largest = CPU_BLOCK_BYTES if device.type == "cpu" else GPU_BLOCK_BYTES
     blocks = _KMEANS_BLOCKS * min(largest, 4 * tokens * centroids)
@@ -50,7 +52,9 @@ def encode_workspace_nbytes(
         + _CENTROID_COPIES * 4 * rows * centroids * head_dim
         + blocks
     )
-    copies = CODECS[codec.method].encode_copies * rows * row
+    copies = method.encode_copies * rows * row
+    copies += method.encode_block_copies * min(largest / 8, rows * row)
+    copies += method.encode_extra_nbytes((-(-rows // heads), heads, tokens, head_dim))
     moments = _MOMENT_COPIES * 4 * rows * head_dim**2 if compensated else 0
     clusters = "centroids" in METHODS[codec.method]
     # Several passes are joined at the end: the payload's parts and the whole live side by side.

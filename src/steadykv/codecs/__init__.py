@@ -12,9 +12,11 @@ from functools import lru_cache
 from ..config import CodecConfig
 from ..errors import ShapeError
 from .base import Codec, Shape, SpanKey, TensorSpec
+from .calibration import Calibration
 from .dense import BF16Codec
 from .encoder import encode
 from .kivi import KIVICodec
+from .kvquant import KVQuantCodec
 from .payload import Payload
 from .quantwm import QuantWMCodec
 from .query_moment import QueryMoment
@@ -23,6 +25,7 @@ from .qvg4 import QVG4Codec
 
 __all__ = [
     "CODECS",
+    "Calibration",
     "Codec",
     "CodecConfig",
     "Payload",
@@ -41,6 +44,7 @@ CODECS: dict[str, type[Codec]] = {
     "qvg": QVGCodec,
     "qvg4": QVG4Codec,
     "quantwm": QuantWMCodec,
+    "kvquant": KVQuantCodec,
 }
 
 

@@ -1,6 +1,7 @@
 """What every codec is: a layout, an encoder of FP32 rows and a decoder into a view.
 
-Codecs see N = B·H independent heads; nothing they compute crosses N.
+Codecs see N = B·H independent heads; nothing they compute crosses N, or, where a method pools
+heads by definition (`Codec.pools_heads`), the B rows that N is made of.
 """
 
 from __future__ import annotations
@@ -9,12 +10,15 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
 
 from ..config import CodecConfig
+
+if TYPE_CHECKING:
+    from .calibration import CalibratedGrid
 
 __all__ = [
     "FLAGS",
@@ -79,20 +83,25 @@ class HeadInputs:
     moment: FP32 [N, D, D] query second moment, or None. count: int64 [N] queries in it, or None.
     initial_centroids: [N, T, C_eff, D] to start k-means from, or None for a cold start.
     span_key: seeds the cold start.
+    heads: H, for codecs that pool heads: N is a multiple of it.
+    grid: levels and thresholds fixed beforehand, on the tokens' device, or None.
     """
 
     span_key: SpanKey = field(default_factory=SpanKey)
     moment: Tensor | None = None
     count: Tensor | None = None
     initial_centroids: Tensor | None = None
+    heads: int = 1
+    grid: CalibratedGrid | None = None
 
 
 @dataclass
 class Encoded:
-    """Tensors and flags of one pass, N first."""
+    """Tensors and flags of one pass, N first; row_tensors have one entry a batch row instead."""
 
     tensors: dict[str, Tensor]
     flags: dict[str, Tensor] = field(default_factory=dict)
+    row_tensors: dict[str, Tensor] = field(default_factory=dict)
 
 
 class Codec(ABC):
@@ -101,16 +110,22 @@ class Codec(ABC):
     title: how the method is called in print.
     needs_queries: whether it gets better with the query moment. is_dense: whether it stores 16-bit
     numbers as they are, so that nothing is gained by packing.
+    pools_heads: whether statistics span the heads of a batch row: a pass then has whole rows, and
+    permuting heads changes more than places.
     encode_copies, decode_copies: upper bounds of what encoding and decoding allocate beside their
     results, in FP32 copies of the tokens of one pass (measured, plus a few percent). The defaults
     are those of the most demanding method.
+    encode_block_copies: the same, in copies of those tokens or of an eighth of a reference block,
+    whichever is less: what ordering numbers by 64-bit keys takes.
     """
 
     title: ClassVar[str]
     needs_queries: ClassVar[bool] = False
     is_dense: ClassVar[bool] = False
+    pools_heads: ClassVar[bool] = False
     encode_copies: ClassVar[float] = 4.6
     decode_copies: ClassVar[float] = 3.4
+    encode_block_copies: ClassVar[float] = 0.0
 
     def __init__(self, config: CodecConfig) -> None:
         self.config = config
@@ -128,6 +143,10 @@ class Codec(ABC):
         self, tensors: Mapping[str, Tensor], shape: Shape, out: Tensor, start: int, end: int
     ) -> None:
         """Writes tokens start..end into `out` [B, H, end - start, D], any strides and dtype."""
+
+    def encode_extra_nbytes(self, shape: Shape) -> int:
+        """Bytes that encoding takes beside all those copies, for a pass over [B, H, S, D]."""
+        return 0
 
     def finish(self, tensors: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
         """Last step over the whole payload [B, H, ...], after all passes."""

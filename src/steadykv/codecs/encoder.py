@@ -12,10 +12,11 @@ from .. import ops
 from ..config import CodecConfig
 from ..errors import ConfigError, ShapeError
 from .base import FLAGS, WORKSPACE_BYTES, Codec, Encoded, HeadInputs, Shape, SpanKey
+from .calibration import Calibration, grid_for
 from .payload import Payload
 from .query_moment import QueryMoment
 
-__all__ = ["encode"]
+__all__ = ["encode", "heads_per_pass"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -28,6 +29,7 @@ def encode(
     warm: Payload | Tensor | None = None,
     span_key: SpanKey | None = None,
     initial_centroids: Tensor | None = None,
+    calibration: Calibration | None = None,
 ) -> Payload:
     """Packs one K or V span.
 
@@ -38,12 +40,15 @@ def encode(
         `config.warm_start` is set and the geometry is the same, and is ignored otherwise.
     span_key: layer, tensor and span, which seed a cold start.
     initial_centroids: [B, H, T, min(C, S), D], overrides `warm` and the cold start.
+    calibration: for configs with levels="calibrated", and only for them; has an entry for the layer
+        and tensor of `span_key`.
 
-    Batch rows and heads are independent: encoding two rows together gives the bytes of encoding
-    each alone.
+    Batch rows are independent, and so are heads unless the method pools them by definition
+    (kvquant): encoding two rows together gives the bytes of encoding each alone.
     Allocates the payload and a workspace of about five FP32 copies of as many heads as fit in
-    `base.WORKSPACE_BYTES` (one head at least). Raises ShapeError; ConfigError for another kind of
-    `config`.
+    `base.WORKSPACE_BYTES` (one head at least; a method that pools heads takes whole batch rows).
+    Raises ShapeError; ConfigError for another kind of `config`; CalibrationError for a calibration
+    that is missing, not asked for or made for something else.
     """
     from . import codec_for
 
@@ -58,18 +63,26 @@ def encode(
     if stats is not None:
         _check_moment(stats, x)
     start = _start_centroids(codec, shape, warm, initial_centroids)
+    key = span_key or SpanKey()
+    grid = grid_for(calibration, config, key.layer, key.tensor, heads, shape[3])
     if not x.numel():
         return _empty(codec, shape, x.device)
     inputs = HeadInputs(
-        span_key=span_key or SpanKey(),
+        span_key=key,
         initial_centroids=None if start is None else start.to(x.device).flatten(0, 1),
+        heads=heads,
+        grid=None if grid is None else grid.to(x.device),
     )
     if config.needs_queries and stats is not None and stats.has_queries:
         inputs = replace(inputs, moment=stats.moment.flatten(0, 1), count=stats.count.flatten(0, 1))
     with ops.full_precision(x.device):
-        passes = [_encode_heads(codec, x, heads, inputs) for heads in _head_groups(shape)]
-        tensors = codec.finish(_join([p.tensors for p in passes], batch, heads), shape)
-        flags = _join([p.flags for p in passes], batch, heads)
+        passes = [_encode_heads(codec, x, at, inputs) for at in _head_groups(codec, shape)]
+        tensors = {
+            **_by_head(_join([p.tensors for p in passes]), batch, heads),
+            **_join([p.row_tensors for p in passes]),
+        }
+        tensors = codec.finish(tensors, shape)
+        flags = _by_head(_join([p.flags for p in passes]), batch, heads)
     ordered = {name: tensors[name] for name in codec.stored_layout(shape, tensors)}
     return Payload(config, shape, ordered, {k: t.to(FLAGS[k]) for k, t in flags.items()})
 
@@ -79,7 +92,8 @@ def _encode_heads(codec: Codec, x: Tensor, heads: slice, inputs: HeadInputs) -> 
     rows, nonfinite = ops.replace_nonfinite(_head_rows(x, heads))
     given = (inputs.moment, inputs.count, inputs.initial_centroids)
     moment, count, start = (None if t is None else t[heads] for t in given)
-    encoded = codec.encode(rows, HeadInputs(inputs.span_key, moment, count, start))
+    mine = replace(inputs, moment=moment, count=count, initial_centroids=start)
+    encoded = codec.encode(rows, mine)
     encoded.flags["nonfinite"] = nonfinite
     return encoded
 
@@ -98,19 +112,30 @@ def _head_rows(x: Tensor, heads: slice) -> Tensor:
     return rows
 
 
-def _head_groups(shape: Shape) -> Iterator[slice]:
-    batch, heads, tokens, width = shape
-    step = max(1, WORKSPACE_BYTES // (4 * tokens * width))
-    for first in range(0, batch * heads, step):
-        yield slice(first, min(first + step, batch * heads))
+def heads_per_pass(codec: Codec, shape: Shape) -> int:
+    """How many of the B·H heads one pass takes: what fits in the workspace, or else one unit."""
+    _, heads, tokens, width = shape
+    unit = heads if codec.pools_heads else 1
+    return unit * max(1, WORKSPACE_BYTES // max(1, 4 * unit * tokens * width))
 
 
-def _join(parts: list[dict[str, Tensor]], batch: int, heads: int) -> dict[str, Tensor]:
-    """Concatenates the passes and splits N into [B, H]."""
+def _head_groups(codec: Codec, shape: Shape) -> Iterator[slice]:
+    total, step = shape[0] * shape[1], heads_per_pass(codec, shape)
+    for first in range(0, total, step):
+        yield slice(first, min(first + step, total))
+
+
+def _join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """Concatenates the passes."""
     joined = (
         parts[0] if len(parts) == 1 else {k: torch.cat([p[k] for p in parts]) for k in parts[0]}
     )
-    return {k: t.contiguous().unflatten(0, (batch, heads)) for k, t in joined.items()}
+    return {k: t.contiguous() for k, t in joined.items()}
+
+
+def _by_head(tensors: dict[str, Tensor], batch: int, heads: int) -> dict[str, Tensor]:
+    """Splits N into [B, H]."""
+    return {k: t.unflatten(0, (batch, heads)) for k, t in tensors.items()}
 
 
 def _empty(codec: Codec, shape: Shape, device: torch.device) -> Payload:

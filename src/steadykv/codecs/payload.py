@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from ..config import CodecConfig
 from ..errors import ConfigError, PayloadError, ShapeError
 from ..ops import full_precision
 from .base import FLAGS, Shape, TensorSpec
+from .files import read_tensors, write_tensors
 
 __all__ = ["Payload"]
 
@@ -181,33 +180,12 @@ class Payload:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes one safetensors file; it appears under its name only when it is complete."""
-        from safetensors.torch import save_file
-
-        target = Path(path)
-        partial = target.with_name(target.name + ".partial")
-        try:
-            save_file(self.state_dict(), str(partial), metadata={FORMAT: json.dumps(self.header())})
-            os.replace(partial, target)
-        finally:
-            partial.unlink(missing_ok=True)
+        write_tensors(path, self.state_dict(), self.header())
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Payload:
         """Reads what `save` wrote, bit for bit; a file that is something else is a PayloadError."""
-        from safetensors import SafetensorError, safe_open
-
-        try:
-            with safe_open(str(path), framework="pt", device=str(device)) as file:
-                header = json.loads((file.metadata() or {})[FORMAT])
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        except (SafetensorError, KeyError, json.JSONDecodeError) as error:
-            raise PayloadError(
-                f"{path} is not a payload file: {error!r}; expected what save wrote"
-            ) from error
-        if not isinstance(header, dict):
-            raise PayloadError(
-                f"{path} has a header of type {type(header).__name__}: expected an object"
-            )
+        tensors, header = read_tensors(path, FORMAT, "payload", PayloadError, device)
         return cls.from_state(tensors, header)
 
 

@@ -55,7 +55,7 @@ class CachePolicy:
 
 _POLICY_FIELDS = tuple(f.name for f in fields(CachePolicy))
 # Not shared by keys and values, so `replace` does not set them for both.
-_PER_TENSOR = ("method", "axis")
+_PER_TENSOR = ("method", "axis", "level_weight")
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class CacheConfig:
                 raise ConfigError(
                     f"{name!r} changes nothing in {config.keys.method}:{config.values.method}: "
                     "expected a field of CachePolicy or one that these codecs read "
-                    "(method and axis are set through keys= and values=)"
+                    f"({', '.join(_PER_TENSOR)} are set through keys= and values=)"
                 )
         return dataclasses.replace(
             config,
@@ -118,6 +118,11 @@ class CacheConfig:
     def needs_queries(self) -> bool:
         """Whether either codec uses query statistics."""
         return self.keys.needs_queries or self.values.needs_queries
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether either codec asks for a `Calibration`."""
+        return self.keys.needs_calibration or self.values.needs_calibration
 
     def payload_nbytes(
         self, batch: int, heads: int, tokens: int, head_dim: int, compensated: bool = True

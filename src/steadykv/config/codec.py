@@ -23,6 +23,15 @@ METHODS: dict[str, tuple[str, ...]] = {
     "qvg": _CLUSTERED,
     "qvg4": _CLUSTERED,
     "quantwm": (*_CLUSTERED, "candidates", "rank", "retain", "coef_layout", "first_span"),
+    "kvquant": (
+        "bits",
+        "axis",
+        "outlier_fraction",
+        "first_tokens",
+        "levels",
+        "level_weight",
+        "q_norm",
+    ),
 }
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -31,6 +40,9 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "retain": ("row", "always"),
     "coef_layout": ("dense", "auto"),
     "first_span": ("paper", "own"),
+    "outlier_fraction": (0.0, 0.001, 0.005, 0.01),
+    "levels": ("online", "calibrated"),
+    "level_weight": ("one", "queries"),
 }
 
 # Inclusive bounds. Centroid ids are uint8 up to 256 centroids and uint16 above.
@@ -41,7 +53,10 @@ _RANGES: dict[str, tuple[int, int]] = {
     "candidates": (1, 1 << 16),
     "rank": (0, 1024),
     "seed": (0, (1 << 63) - 1),
+    "first_tokens": (0, 1 << 30),
 }
+
+_SWITCHES = ("warm_start", "q_norm")
 
 
 def check_int(owner: str, name: str, value: Any, low: int, high: int) -> None:
@@ -70,11 +85,11 @@ def check_fields(cls: type, data: dict[str, Any]) -> dict[str, Any]:
 class CodecConfig:
     """How one tensor is packed. See `METHODS` for the fields that each method reads.
 
-    method: "bf16", "kivi", "qvg", "qvg4" or "quantwm".
+    method: "bf16", "kivi", "qvg", "qvg4", "quantwm" or "kvquant".
     bits: bits of one residual code, 2 or 4.
     group_size: elements that share a scale: channels, or tokens for kivi with axis "tokens".
     axis: kivi only; "tokens" (one scale a channel and run of tokens, for keys) or "channels" (for
-    values).
+    values). Of kvquant: one scale a channel and span, or one a token and all heads.
     centroids: cluster means per head and span (capped by the span's tokens).
     iterations: k-means iterations before the final assignment; fixed, without a convergence test.
     warm_start: start from the centroids of the span before, if its geometry is the same.
@@ -86,6 +101,13 @@ class CodecConfig:
     the host).
     first_span: "paper" (no query statistics in the first span) or "own" (those of its own passes).
     seed: of the private generator that draws cold-start centroids.
+    outlier_fraction: share of the numbers of a vector that kvquant stores exactly: 0 to 0.01.
+    first_tokens: first tokens of every span that kvquant keeps dense.
+    levels: "online" (kvquant's levels and thresholds come from the span) or "calibrated" (from a
+    `Calibration`, made beforehand from captured tensors).
+    level_weight: "one", or "queries": kvquant's key levels are fitted with the weight of each
+    channel in the logits.
+    q_norm: kvquant moves its levels so that mean and deviation survive quantization.
     """
 
     method: str = "qvg"
@@ -101,6 +123,11 @@ class CodecConfig:
     coef_layout: str = "dense"
     first_span: str = "paper"
     seed: int = 0
+    outlier_fraction: float = 0.01
+    first_tokens: int = 0
+    levels: str = "online"
+    level_weight: str = "one"
+    q_norm: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or self.method not in METHODS:
@@ -113,10 +140,11 @@ class CodecConfig:
                 )
         for name, (low, high) in _RANGES.items():
             check_int("CodecConfig", name, getattr(self, name), low, high)
-        if not isinstance(self.warm_start, bool):
-            raise ConfigError(
-                f"CodecConfig.warm_start is {self.warm_start!r}: expected True or False"
-            )
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"CodecConfig.{name} is {getattr(self, name)!r}: expected True or False"
+                )
         for item in fields(self):
             name = item.name
             if name == "method" or name in METHODS[self.method]:
@@ -126,13 +154,24 @@ class CodecConfig:
                     f"CodecConfig.{name} is {getattr(self, name)!r}: {self.method!r} ignores it, "
                     f"expected its default {item.default!r}"
                 )
+        if self.level_weight == "queries" and self.axis != "tokens":
+            raise ConfigError(
+                f"CodecConfig.axis is {self.axis!r} with level_weight='queries': expected "
+                "'tokens', because queries weigh the channels of keys"
+            )
 
     @property
     def needs_queries(self) -> bool:
         """Whether the codec gets better with the query moment (`observe_queries`)."""
         from ..codecs import CODECS
 
-        return CODECS[self.method].needs_queries
+        is_fitted_with_them = self.level_weight == "queries" and not self.needs_calibration
+        return CODECS[self.method].needs_queries or is_fitted_with_them
+
+    @property
+    def needs_calibration(self) -> bool:
+        """Whether encoding asks for a `Calibration`."""
+        return self.levels == "calibrated"
 
     @property
     def is_dense(self) -> bool:

@@ -12,6 +12,9 @@ __all__ = ["PRESETS", "parse_method", "preset"]
 
 _KIVI_KEYS = {"method": "kivi", "group_size": 32, "axis": "tokens"}
 _KIVI_VALUES = {"method": "kivi", "group_size": 32, "axis": "channels"}
+_KVQUANT_KEYS = {"method": "kvquant", "axis": "tokens"}
+_KVQUANT_VALUES = {"method": "kvquant", "axis": "channels"}
+_CALIBRATED = {"levels": "calibrated"}
 
 # name -> (fields of the key codec, fields of the value codec, fields of the policy)
 PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -21,6 +24,8 @@ PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qvg": ({"method": "qvg"}, {"method": "qvg"}, {}),
     "qvg4": ({"method": "qvg4"}, {"method": "qvg4"}, {}),
     "quantwm": ({"method": "quantwm"}, {"method": "qvg4"}, {}),
+    "kvquant": (_KVQUANT_KEYS, _KVQUANT_VALUES, {}),
+    "kvquant_calibrated": (_KVQUANT_KEYS | _CALIBRATED, _KVQUANT_VALUES | _CALIBRATED, {}),
 }
 
 

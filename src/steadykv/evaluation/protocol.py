@@ -169,6 +169,11 @@ class Protocol:
     def _configuration(self, method: str) -> CacheConfig:
         defaults = {} if self.centroids is None else {"centroids": self.centroids}
         config = parse_method(method, **defaults)
+        if config.needs_calibration:
+            raise ConfigError(
+                f"method {method!r} needs a calibration, which a comparison cannot make; expected "
+                "one with levels='online', such as kvquant (KVCache takes calibration=)"
+            )
         own = config.policy
         return config.replace(
             name=method,

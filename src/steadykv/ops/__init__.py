@@ -1,10 +1,17 @@
 """Contracts of the ops: shapes, dtypes and dispatch. The maths is in `steadykv.reference`."""
 
-from .decode import decode_clustered, decode_grouped
+from .decode import decode_clustered, decode_grouped, decode_nonuniform
 from .dispatch import BACKENDS, OPS, explain, use_backend
 from .finite import replace_nonfinite
 from .group_quantize import group_dequantize, group_quantize
 from .kmeans import gather_centroids, kmeans
+from .nonuniform import (
+    find_outliers,
+    fit_levels,
+    inlier_range,
+    nonuniform_codes,
+    nonuniform_dequantize,
+)
 from .pack import pack, packed_length, unpack
 from .precision import full_precision
 from .psac import compensate, query_basis
@@ -19,13 +26,19 @@ __all__ = [
     "compensate",
     "decode_clustered",
     "decode_grouped",
+    "decode_nonuniform",
     "explain",
+    "find_outliers",
+    "fit_levels",
     "full_precision",
     "gather_centroids",
     "group_dequantize",
     "group_quantize",
+    "inlier_range",
     "kmeans",
     "merge_moment",
+    "nonuniform_codes",
+    "nonuniform_dequantize",
     "pack",
     "packed_length",
     "query_basis",

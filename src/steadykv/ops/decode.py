@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .dispatch import resolve
 
-__all__ = ["decode_clustered", "decode_grouped"]
+__all__ = ["decode_clustered", "decode_grouped", "decode_nonuniform"]
 
 
 def decode_clustered(
@@ -47,3 +47,18 @@ def decode_grouped(
     """The same for payloads that hold nothing but groups (kivi)."""
     module = resolve("decode", out.device, backend)
     module.decode_grouped(tensors, out, grid, bits, group_size, axis, start, end)
+
+
+def decode_nonuniform(
+    tensors: Mapping[str, Tensor],
+    out: Tensor,
+    axis: str,
+    bits: int,
+    start: int,
+    end: int,
+    *,
+    backend: str | None = None,
+) -> None:
+    """The same for kvquant payloads; the tokens in `dense` come first."""
+    module = resolve("decode", out.device, backend)
+    module.decode_nonuniform(tensors, out, axis, bits, start, end)

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .blocks import FP16_MAX, gather_rows
 from .group_quantize import group_dequantize
+from .nonuniform import nonuniform_dequantize
 
-__all__ = ["decode_clustered", "decode_grouped"]
+__all__ = ["decode_clustered", "decode_grouped", "decode_nonuniform"]
 
 # FP32 bytes of one block of rows, all heads together. The 1,152 tokens of three heads of the
 # embedded model need 1.7 MB, one layer of 4,680 tokens and 12 heads 28.8 MB.
@@ -65,6 +66,20 @@ def decode_grouped(
         _store(value, out[:, :, first - start : last - start])
 
 
+def decode_nonuniform(
+    tensors: Mapping[str, Tensor], out: Tensor, axis: str, bits: int, start: int, end: int
+) -> None:
+    """See `steadykv.ops.decode`."""
+    kept = tensors["dense"].shape[2] if "dense" in tensors else 0
+    for first, last in _token_blocks(out, start, min(end, kept)):
+        value = tensors["dense"][:, :, first:last].float()
+        _store(value, out[:, :, first - start : last - start])
+    for first, last in _token_blocks(out, max(start, kept), end, spare=4):  # one more number
+        width = out.shape[-1]
+        value = nonuniform_dequantize(tensors, axis, bits, width, first - kept, last - kept)
+        _store(value, out[:, :, first - start : last - start])
+
+
 def _add_correction(
     value: Tensor, packed: Mapping[str, Tensor], heads: int, first: int, last: int
 ) -> None:
@@ -76,9 +91,9 @@ def _add_correction(
         value[at] += correction.mul_(packed["coef_scales"][at, first:last, None])
 
 
-def _token_blocks(out: Tensor, start: int, end: int) -> Iterator[tuple[int, int]]:
+def _token_blocks(out: Tensor, start: int, end: int, spare: int = 0) -> Iterator[tuple[int, int]]:
     batch, heads, _, width = out.shape
-    step = max(1, BLOCK_BYTES // (4 * batch * heads * width))
+    step = max(1, (BLOCK_BYTES - spare) // (4 * batch * heads * width))
     for first in range(start, end, step):
         yield first, min(first + step, end)
 

@@ -21,6 +21,8 @@ TITLES = {
     "qvg": "QVG",
     "qvg4": "QVG4",
     "quantwm": "QuantWM",
+    "kvquant": "KVQuant",
+    "kvquant_calibrated": "KVQuant calibrated",
     FLOOR: "noise floor",
 }
 
