@@ -4,7 +4,14 @@ from .decode import decode_clustered, decode_grouped
 from .dispatch import BACKENDS, OPS, explain, use_backend
 from .finite import replace_nonfinite
 from .group_quantize import group_dequantize, group_quantize
-from .kmeans import gather_centroids, kmeans
+from .hadamard import hadamard
+from .kmeans import (
+    assign_centroids,
+    centroid_values,
+    gather_centroids,
+    kmeans,
+    quantize_centroids,
+)
 from .pack import pack, packed_length, unpack
 from .precision import full_precision
 from .psac import compensate, query_basis
@@ -15,6 +22,8 @@ __all__ = [
     "BACKENDS",
     "OPS",
     "accumulate_moment",
+    "assign_centroids",
+    "centroid_values",
     "channel_weight",
     "compensate",
     "decode_clustered",
@@ -24,10 +33,12 @@ __all__ = [
     "gather_centroids",
     "group_dequantize",
     "group_quantize",
+    "hadamard",
     "kmeans",
     "merge_moment",
     "pack",
     "packed_length",
+    "quantize_centroids",
     "query_basis",
     "replace_nonfinite",
     "select_centroids",
