@@ -30,7 +30,7 @@ def _group_bound(part: Tensor, grid: str, bits: int, base: Tensor) -> Tensor:
         return (peak / half_top + base) / 2 + half_top * base
     if grid == "affine_min":
         step = (high - low) / top
-        return step / 2 + (peak + top * step) * 2**-10 + 2**-23
+        return step / 2 + (peak + top * step) * 2**-10 + 2.0 ** (bits - 25)
     if grid == "affine_min_fp8":
         step = ((high - low) / top).clamp(min=2**-9)
         off = e4m3_error(step)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from steadykv.codecs import CODECS, Payload, QueryMoment, encode, payload_layout
+from steadykv.codecs import CODECS, Payload, QueryMoment, payload_layout
 from steadykv.codecs.base import WORKSPACE_BYTES
-from steadykv.config import METHODS, CodecConfig, preset
-from steadykv.errors import ConfigError, ShapeError
+from steadykv.config import METHODS
 
 from .codecs import CASES, DEVICES, KEY, CodecCase, sample_moment, sample_tokens, sqnr
 from .conftest import Poison
@@ -162,17 +160,23 @@ def test_zero_stays_zero_and_equal_tokens_stay_equal(case: CodecCase) -> None:
     assert torch.equal(decoded, decoded[:, :, :1].expand_as(decoded))
     if "ids" in payload.tensors:
         assert not payload.tensors["ids"].any()
-        assert torch.equal(decoded, token.expand_as(decoded))  # a BF16 centroid, residual zero
+        if case.config.centroid_format == "bf16":
+            assert torch.equal(decoded, token.expand_as(decoded))  # the centroid; residual zero
+        else:
+            assert sqnr(token, decoded[:, :, :1]) > 30
 
 
 @every_codec
 @pytest.mark.parametrize("value", [1.0, -3.0, 1e5, -1e5, 3e-5], ids=str)
 def test_constants_come_back(case: CodecCase, value: float) -> None:
-    """Within the rounding of the stored numbers; a kivi minimum saturates at the end of FP16."""
+    """Within the rounding of the stored numbers, and of what is left where those saturate."""
     x = torch.full((1, 1, 20, 48), value)
     payload = case.encode(x)
-    stored = max(min(value, 65504.0), -65504.0) if case.config.method == "kivi" else value
-    assert payload.decode(torch.float32).allclose(torch.full_like(x, stored), rtol=2**-8)
+    low, high = case.constant_range
+    stored = max(min(value, high), low)
+    relative, absolute = case.constant_error
+    decoded = payload.decode(torch.float32)
+    assert decoded.allclose(torch.full_like(x, stored), rtol=relative, atol=absolute)
     assert bool(payload.flags["saturated"].any() if "saturated" in payload.flags else False) == (
         stored != value
     )
@@ -211,7 +215,13 @@ def test_float16_output_saturates(case: CodecCase) -> None:
     limit = torch.finfo(torch.float16).max
     x = torch.full((1, 2, 20, 48), limit, dtype=torch.float16)
     x[:, 1] = -limit
-    assert torch.equal(case.encode(x).decode(torch.float16), x)
+    decoded = case.encode(x).decode(torch.float16)
+    low, high = case.constant_range
+    if low <= -limit and limit <= high:
+        assert torch.equal(decoded, x)
+    else:  # saturated before
+        relative, _ = case.constant_error
+        assert decoded.float().allclose(x.float().clamp(low, high), rtol=relative)
 
 
 @every_device
@@ -365,25 +375,3 @@ def test_the_largest_numbers_stay_finite(case: CodecCase, value: float) -> None:
     payload = case.encode(torch.full((1, 1, 20, 48), value))
     for name, tensor in payload.tensors.items():
         assert tensor.dtype.is_floating_point is False or tensor.float().isfinite().all(), name
-
-
-def test_other_kinds_of_arguments_are_refused_in_one_line() -> None:
-    x = sample_tokens(tokens=20)
-    config = CodecConfig("quantwm", centroids=4)
-    payload = encode(x, config)
-    wrong: list[tuple[type[Exception], str, Any]] = [
-        (ConfigError, "config is a str", lambda: encode(x, "qvg")),  # type: ignore[arg-type]
-        (ConfigError, "config is a CacheConfig", lambda: encode(x, preset("qvg"))),  # type: ignore[arg-type]
-        (ShapeError, "x is a ndarray", lambda: encode(x.float().numpy(), config)),  # type: ignore[arg-type]
-        (ShapeError, "stats is a Tensor", lambda: encode(x, config, stats=x)),  # type: ignore[arg-type]
-        (ShapeError, "warm is a str", lambda: encode(x, config, warm="x")),  # type: ignore[arg-type]
-        (ShapeError, "dtype is torch.int8", lambda: payload.decode(torch.int8)),
-        (ShapeError, "dtype is 'bf16'", lambda: payload.decode("bf16")),  # type: ignore[arg-type]
-        (ShapeError, "dtype is torch.int8", lambda: payload.decode(out=x.to(torch.int8))),
-        (ShapeError, "out is a list", lambda: payload.decode(out=[])),  # type: ignore[arg-type]
-    ]
-    for kind, words, call in wrong:
-        with pytest.raises(kind, match=words) as error:
-            call()
-        assert "expected" in str(error.value)
-        assert "\n" not in str(error.value)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from steadykv.config import METHODS
 from steadykv.evaluation.metrics import psnr_by_frame
 from steadykv.evaluation.protocol import FLOOR
 from steadykv.report import html, plots, text
@@ -220,7 +221,7 @@ def made_how(report: Report) -> dict[str, str]:
         row["configuration"]["cache"][side]["centroids"]
         for row in text.packed_rows(report.rows)
         for side in ("keys", "values")
-        if row[side] not in ("bf16", "kivi")
+        if "centroids" in METHODS.get(row[side], ())
     }
     world = shared["world"]
     window = policy["window_frames"]
