@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import pytest
 import torch
@@ -21,12 +23,16 @@ class CodecCase:
 
     sqnr: decibels, both ends: below, information is lost; above, nothing was quantized.
     is_warmed: encode with query statistics (a codec that needs none ignores them).
+    constant_range: what constants come back as, where the stored numbers saturate.
+    constant_error: relative and absolute error that rounding the stored numbers makes in others.
     """
 
     name: str
     config: CodecConfig
     sqnr: tuple[float, float]
     is_warmed: bool = True
+    constant_range: tuple[float, float] = (-math.inf, math.inf)
+    constant_error: tuple[float, float] = (2**-8, 1e-8)
 
     def __str__(self) -> str:
         return self.name
@@ -105,14 +111,47 @@ def sqnr(x: Tensor, decoded: Tensor) -> float:
     return float(10 * torch.log10(signal / noise))
 
 
+FP16: Any = {"constant_range": (-65504.0, 65504.0)}  # a group's minimum is FP16
+FP8_CENTROID = (2**-8, 448 * 2**-25)  # the scale of a tiny centroid is a subnormal FP16
+
 CASES = [
     CodecCase("bf16", CodecConfig("bf16"), (float("inf"), float("inf"))),
-    CodecCase("kivi_keys", CodecConfig("kivi", group_size=32, axis="tokens"), (9, 11)),
-    CodecCase("kivi_values", CodecConfig("kivi", group_size=32), (5, 7.5)),
-    CodecCase("kivi_4bit", CodecConfig("kivi", bits=4, group_size=32), (19, 21.5)),
+    CodecCase("kivi_keys", CodecConfig("kivi", group_size=32, axis="tokens"), (9, 11), **FP16),
+    CodecCase("kivi_values", CodecConfig("kivi", group_size=32), (5, 7.5), **FP16),
+    CodecCase("kivi_4bit", CodecConfig("kivi", bits=4, group_size=32), (19, 21.5), **FP16),
+    CodecCase("kivi_3bit", CodecConfig("kivi", bits=3, group_size=32), (12.5, 14.5), **FP16),
+    CodecCase("rtn", CodecConfig("rtn"), (2.5, 4.5), **FP16),
+    CodecCase(
+        "rtn_symmetric",
+        CodecConfig("rtn", group_size=16, grid="symmetric", packing="trits"),
+        (4.7, 6),
+        constant_range=(-448, 448),
+        constant_error=(2**-4, 2**-10),
+    ),
+    CodecCase(
+        "quarot",
+        CodecConfig("quarot"),
+        (6.5, 7.7),
+        # Blocks of 16 channels: a constant c becomes 4·c and fifteen zeros.
+        constant_range=(-65504 / 4, 65504 * 3 / 4),
+        constant_error=(0.01 + 2**-10, 2**-24),
+    ),
     CodecCase("qvg", CodecConfig("qvg", centroids=16), (9, 12)),
     CodecCase("qvg_4bit", CodecConfig("qvg", bits=4, centroids=16), (21.5, 25)),
+    CodecCase(
+        "qvg_3bit_int8", CodecConfig("qvg", bits=3, centroids=16, metadata="int8"), (16, 17.7)
+    ),
+    CodecCase("qvg_trits", CodecConfig("qvg", centroids=16, packing="trits"), (9, 12)),
+    CodecCase("qvg_pro", CodecConfig("qvg", group_size=16, centroids=16, stages=4), (14, 18)),
+    CodecCase(
+        "qvg_fp8",
+        CodecConfig("qvg", centroids=16, stages=2, centroid_format="fp8"),
+        (10.5, 13.7),
+        constant_error=FP8_CENTROID,
+    ),
     CodecCase("qvg4", CodecConfig("qvg4", centroids=16), (12, 14.5)),
+    CodecCase("qvg4_3bit", CodecConfig("qvg4", bits=3, centroids=16), (19, 21)),
+    CodecCase("qvg4_fp8", CodecConfig("qvg4", centroids=16, metadata="fp8"), (11.7, 13.7)),
     CodecCase("qvg4_group_24", CodecConfig("qvg4", centroids=16, group_size=24), (14.5, 17)),
     CodecCase("qvg4_4bit", CodecConfig("qvg4", bits=4, centroids=16), (25, 27.5)),
     CodecCase("quantwm", CodecConfig("quantwm", centroids=16), (12.3, 15)),
@@ -122,25 +161,41 @@ CASES = [
     CodecCase("quantwm_rank_0", CodecConfig("quantwm", centroids=16, rank=0), (12, 14.5)),
     CodecCase("quantwm_auto", CodecConfig("quantwm", centroids=16, coef_layout="auto"), (12.3, 15)),
     CodecCase("quantwm_always", CodecConfig("quantwm", centroids=16, retain="always"), (12.3, 15)),
-    CodecCase("kvquant_keys", CodecConfig("kvquant", axis="tokens"), (11.2, 12.2)),
-    CodecCase("kvquant_values", CodecConfig("kvquant"), (8.1, 10.5)),
-    CodecCase("kvquant_4bit", CodecConfig("kvquant", bits=4, axis="tokens"), (23, 24)),
+    CodecCase("kvquant_keys", CodecConfig("kvquant", axis="tokens"), (11.2, 12.2), **FP16),
+    CodecCase("kvquant_values", CodecConfig("kvquant"), (8.1, 10.5), **FP16),
+    CodecCase("kvquant_4bit", CodecConfig("kvquant", bits=4, axis="tokens"), (23, 24), **FP16),
     CodecCase(
-        "kvquant_plain", CodecConfig("kvquant", axis="tokens", outlier_fraction=0.0), (10.6, 11.6)
+        "kvquant_plain",
+        CodecConfig("kvquant", axis="tokens", outlier_fraction=0.0),
+        (10.6, 11.6),
+        **FP16,
     ),
-    CodecCase("kvquant_first", CodecConfig("kvquant", axis="tokens", first_tokens=5), (11.2, 12.4)),
+    CodecCase(
+        "kvquant_first", CodecConfig("kvquant", axis="tokens", first_tokens=5), (11.2, 12.4), **FP16
+    ),
     CodecCase(
         "kvquant_weighted",
         CodecConfig("kvquant", axis="tokens", level_weight="queries"),
         (11.2, 12.3),
+        **FP16,
     ),
     CodecCase(
         "kvquant_keys_calibrated",
         CodecConfig("kvquant", axis="tokens", levels="calibrated"),
         (11.2, 12.5),
+        **FP16,
     ),
     CodecCase(
-        "kvquant_values_calibrated", CodecConfig("kvquant", levels="calibrated"), (8.1, 10.5)
+        "kvquant_values_calibrated",
+        CodecConfig("kvquant", levels="calibrated"),
+        (8.1, 10.5),
+        **FP16,
+    ),
+    CodecCase(
+        "quantwm_fp8",
+        CodecConfig("quantwm", bits=3, centroids=16, metadata="fp8", centroid_format="fp8"),
+        (19.3, 21.7),
+        constant_error=FP8_CENTROID,
     ),
 ]
 KEY = SpanKey(layer=3, tensor="key", span=2)

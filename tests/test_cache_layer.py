@@ -194,18 +194,18 @@ def test_presets_run_as_they_are():
     """Sizes at which no preset falls back to dense tokens."""
     generator = torch.Generator().manual_seed(0)
     for name in PRESETS:
-        cache = KVCache(1, 1, 64, 600, preset(name))
+        cache = KVCache(1, 1, 64, 1400, preset(name))
         for chunk in range(2):
-            k, v, q = (torch.randn(1, 600, 1, 64, generator=generator).bfloat16() for _ in "kvq")
-            cache[0].write(k, v, 600 * chunk)
+            k, v, q = (torch.randn(1, 1400, 1, 64, generator=generator).bfloat16() for _ in "kvq")
+            cache[0].write(k, v, 1400 * chunk)
             cache[0].observe_queries(q)
             cache.commit()
-        packed = {"bf16": 0, "kivi_recent": 600}.get(name, 1200)
+        packed = {"bf16": 0, "kivi_recent": 1400}.get(name, 2800)
         assert cache.ledger().packed_tokens == packed
         k_read, v_read = cache[0].read()
-        assert k_read.shape == v_read.shape == (1, 1200, 1, 64)
-        error = (v_read[:, 600:] - v).float().norm() / v.float().norm()
-        assert error == 0 if packed < 1200 else 0.1 < error < 0.8
+        assert k_read.shape == v_read.shape == (1, 2800, 1, 64)
+        error = (v_read[:, 1400:] - v).float().norm() / v.float().norm()
+        assert error == 0 if packed < 2800 else 0.1 < error < 0.8
 
 
 def test_layers_are_independent():

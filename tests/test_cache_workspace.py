@@ -1,11 +1,14 @@
-"""The stated bounds of what encoding allocates, from both sides."""
+"""The stated bounds of what encoding and decoding allocate, from both sides."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
 
-from steadykv.cache.workspace import encode_workspace_nbytes
+from steadykv.cache.segments import Segment
+from steadykv.cache.workspace import decode_workspace_nbytes, encode_workspace_nbytes
 from steadykv.codecs import QueryMoment, encode
 from steadykv.config import METHODS, CodecConfig, preset
 from tests.cache_cases import Allocations
@@ -21,15 +24,27 @@ WORKSPACE_CASES = [
 WORKSPACE_CASES += [
     preset(name).values for name in PACKED_CODECS if "centroids" not in METHODS[name]
 ]
+# Forms that take more or other memory than the plain method.
+FORMS: list[dict[str, Any]] = [
+    {"method": "rtn", "bits": 3},
+    {"method": "rtn", "grid": "symmetric", "packing": "trits"},
+    {"method": "kivi", "bits": 3, "axis": "tokens"},
+    {"method": "qvg", "bits": 3},
+    {"method": "qvg", "stages": 2},
+    {"method": "qvg", "stages": 4, "group_size": 16, "centroid_format": "fp8"},
+    {"method": "qvg4", "stages": 2, "metadata": "fp8", "centroids": 32},
+    {"method": "quantwm", "metadata": "fp8", "centroid_format": "fp8", "centroids": 32},
+]
+WORKSPACE_CASES += [CodecConfig(**fields) for fields in FORMS]
 
 
 @pytest.mark.parametrize(
     "codec",
     WORKSPACE_CASES,
-    ids=lambda codec: f"{codec.method}-{codec.axis}-{codec.centroids}",
+    ids=lambda codec: f"{codec.method}-{codec.axis}-{codec.bits}-{codec.stages}-{codec.centroids}",
 )
 @pytest.mark.parametrize("shape", [(1, 3, 1152, 128), (2, 2, 333, 64), (1, 2, 4000, 64)], ids=str)
-def test_the_stated_workspace_of_encoding_is_enough(codec, shape):
+def test_the_stated_workspace_is_enough(codec, shape):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(shape, generator=generator).bfloat16()
     stats = None
@@ -42,6 +57,11 @@ def test_the_stated_workspace_of_encoding_is_enough(codec, shape):
     used = allocations.peak - payload.nbytes
     assert used <= stated
     assert stated <= 2 * used
+    out = torch.empty_like(x)
+    with Allocations() as allocations:
+        payload.decode(out=out)
+    stated = decode_workspace_nbytes([Segment(0, shape[2], payload)])
+    assert allocations.peak <= stated <= 2 * allocations.peak
 
 
 def test_the_stated_workspace_covers_spans_of_several_passes():

@@ -5,14 +5,12 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from typing import Any
 
 import pytest
 import torch
 
-from steadykv.codecs import CODECS, Payload, QueryMoment, encode, payload_layout
-from steadykv.config import METHODS, CodecConfig, preset
-from steadykv.errors import ConfigError, ShapeError
+from steadykv.codecs import CODECS, Payload, QueryMoment, payload_layout
+from steadykv.config import METHODS
 
 from .codecs import (
     ADAPTIVE_CASES,
@@ -128,9 +126,11 @@ def test_permuted_heads_and_rows_permute_the_payload(case: CodecCase) -> None:
     )
     for mine, theirs in ((straight.tensors, turned.tensors), (straight.flags, turned.flags)):
         for name in mine:
-            bits, others = (t[name].contiguous().view(torch.uint8) for t in (mine, theirs))
-            turned_bits = bits[row] if case.pools_heads else bits[row][:, head]
-            assert torch.equal(turned_bits, others)
+            split = (2, -1) if case.pools_heads else (2, 3, -1)
+            bits, others = (
+                t[name].contiguous().view(torch.uint8).view(split) for t in (mine, theirs)
+            )
+            assert torch.equal(bits[row] if case.pools_heads else bits[row][:, head], others)
 
 
 @every_codec
@@ -172,20 +172,25 @@ def test_zero_stays_zero_and_equal_tokens_stay_equal(case: CodecCase) -> None:
     assert torch.equal(decoded, decoded[:, :, :1].expand_as(decoded))
     if "ids" in payload.tensors:
         assert not payload.tensors["ids"].any()
-        assert torch.equal(decoded, token.expand_as(decoded))  # a BF16 centroid, residual zero
+        if case.config.centroid_format == "bf16":
+            assert torch.equal(decoded, token.expand_as(decoded))  # the centroid; residual zero
+        else:
+            assert sqnr(token, decoded[:, :, :1]) > 30
 
 
 @every_adaptive_codec
 @pytest.mark.parametrize("value", [1.0, -3.0, 1e5, -1e5, 3e-5], ids=str)
 def test_constants_come_back(case: CodecCase, value: float) -> None:
-    """Within the rounding of the stored numbers; what is stored as FP16 saturates at its end."""
+    """Within the rounding of the stored numbers, and of what is left where those saturate."""
     x = torch.full((1, 1, 20, 48), value)
     payload = case.encode(x)
-    is_half = case.config.method in ("kivi", "kvquant")
-    stored = max(min(value, 65504.0), -65504.0) if is_half else value
+    low, high = case.constant_range
+    stored = max(min(value, high), low)
+    relative, absolute = case.constant_error
+    decoded = payload.decode(torch.float32)
     expected = torch.full_like(x, stored)
     expected[:, :, : case.config.first_tokens] = value  # these stay dense
-    assert payload.decode(torch.float32).allclose(expected, rtol=2**-8)
+    assert decoded.allclose(expected, rtol=relative, atol=absolute)
     assert bool(payload.flags["saturated"].any() if "saturated" in payload.flags else False) == (
         stored != value
     )
@@ -224,7 +229,13 @@ def test_float16_output_saturates(case: CodecCase) -> None:
     limit = torch.finfo(torch.float16).max
     x = torch.full((1, 2, 20, 48), limit, dtype=torch.float16)
     x[:, 1] = -limit
-    assert torch.equal(case.encode(x).decode(torch.float16), x)
+    decoded = case.encode(x).decode(torch.float16)
+    low, high = case.constant_range
+    if low <= -limit and limit <= high:
+        assert torch.equal(decoded, x)
+    else:  # saturated before
+        relative, _ = case.constant_error
+        assert decoded.float().allclose(x.float().clamp(low, high), rtol=relative)
 
 
 @every_device
@@ -341,25 +352,3 @@ def test_the_largest_numbers_stay_finite(case: CodecCase, value: float) -> None:
     payload = case.encode(torch.full((1, 1, 20, 48), value))
     for name, tensor in payload.tensors.items():
         assert tensor.dtype.is_floating_point is False or tensor.float().isfinite().all(), name
-
-
-def test_other_kinds_of_arguments_are_refused_in_one_line() -> None:
-    x = sample_tokens(tokens=20)
-    config = CodecConfig("quantwm", centroids=4)
-    payload = encode(x, config)
-    wrong: list[tuple[type[Exception], str, Any]] = [
-        (ConfigError, "config is a str", lambda: encode(x, "qvg")),  # type: ignore[arg-type]
-        (ConfigError, "config is a CacheConfig", lambda: encode(x, preset("qvg"))),  # type: ignore[arg-type]
-        (ShapeError, "x is a ndarray", lambda: encode(x.float().numpy(), config)),  # type: ignore[arg-type]
-        (ShapeError, "stats is a Tensor", lambda: encode(x, config, stats=x)),  # type: ignore[arg-type]
-        (ShapeError, "warm is a str", lambda: encode(x, config, warm="x")),  # type: ignore[arg-type]
-        (ShapeError, "dtype is torch.int8", lambda: payload.decode(torch.int8)),
-        (ShapeError, "dtype is 'bf16'", lambda: payload.decode("bf16")),  # type: ignore[arg-type]
-        (ShapeError, "dtype is torch.int8", lambda: payload.decode(out=x.to(torch.int8))),
-        (ShapeError, "out is a list", lambda: payload.decode(out=[])),  # type: ignore[arg-type]
-    ]
-    for kind, words, call in wrong:
-        with pytest.raises(kind, match=words) as error:
-            call()
-        assert "expected" in str(error.value)
-        assert "\n" not in str(error.value)

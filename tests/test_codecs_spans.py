@@ -16,8 +16,8 @@ from torch import Tensor
 from steadykv.cache.workspace import encode_workspace_nbytes
 from steadykv.codecs import CODECS, Payload, QueryMoment, SpanKey, decode, encode
 from steadykv.codecs.qvg import QVGCodec
-from steadykv.config import METHODS, CodecConfig
-from steadykv.errors import PayloadError, ShapeError
+from steadykv.config import METHODS, CodecConfig, preset
+from steadykv.errors import ConfigError, PayloadError, ShapeError
 
 from .codecs import DEVICES, sample_moment, sample_tokens, sqnr
 
@@ -236,7 +236,7 @@ CHANGES: dict[str, Change] = {
     "ends": lambda t, h: t["row_offsets"][-1].sub_(1),
     "version": lambda t, h: h.update(version=2),
     "format": lambda t, h: h.update(format="other"),
-    "config": lambda t, h: h["config"].update(bits=3),
+    "config": lambda t, h: h["config"].update(bits=5),
     "no config": lambda t, h: h.__delitem__("config"),
     "header shape": lambda t, h: h.update(shape=[1, 2, -40, 64]),
     "short shape": lambda t, h: h.update(shape=[1, 2, 40]),
@@ -307,3 +307,25 @@ def test_what_a_codec_is_stands_in_its_class(monkeypatch: pytest.MonkeyPatch) ->
     assert not config.is_dense
     stated = encode_workspace_nbytes(config, shape, False, torch.device("cpu"))
     assert stated >= 100 * 4 * 64 * 64
+
+
+def test_other_kinds_of_arguments_are_refused_in_one_line() -> None:
+    x = sample_tokens(tokens=20)
+    config = CodecConfig("quantwm", centroids=4)
+    payload = encode(x, config)
+    wrong: list[tuple[type[Exception], str, Any]] = [
+        (ConfigError, "config is a str", lambda: encode(x, "qvg")),  # type: ignore[arg-type]
+        (ConfigError, "config is a CacheConfig", lambda: encode(x, preset("qvg"))),  # type: ignore[arg-type]
+        (ShapeError, "x is a ndarray", lambda: encode(x.float().numpy(), config)),  # type: ignore[arg-type]
+        (ShapeError, "stats is a Tensor", lambda: encode(x, config, stats=x)),  # type: ignore[arg-type]
+        (ShapeError, "warm is a str", lambda: encode(x, config, warm="x")),  # type: ignore[arg-type]
+        (ShapeError, "dtype is torch.int8", lambda: payload.decode(torch.int8)),
+        (ShapeError, "dtype is 'bf16'", lambda: payload.decode("bf16")),  # type: ignore[arg-type]
+        (ShapeError, "dtype is torch.int8", lambda: payload.decode(out=x.to(torch.int8))),
+        (ShapeError, "out is a list", lambda: payload.decode(out=[])),  # type: ignore[arg-type]
+    ]
+    for kind, words, call in wrong:
+        with pytest.raises(kind, match=words) as error:
+            call()
+        assert "expected" in str(error.value)
+        assert "\n" not in str(error.value)

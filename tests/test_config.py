@@ -20,24 +20,46 @@ from steadykv.config import (
 )
 from steadykv.errors import ConfigError, ShapeError
 
-BUDGETS = json.loads((Path(__file__).parent / "data" / "expected_bits.json").read_text())
+DATA = Path(__file__).parent / "data"
+BUDGETS = json.loads((DATA / "expected_bits.json").read_text())
+# Presets with changed fields, calculated from the formulas of the docstrings without our code.
+EXTRA_BUDGETS = json.loads((DATA / "extra_bits.json").read_text())
 # What another spelling of the defaults would say in the budget table.
-GRIDS = {"qvg": "symmetric", "qvg4": "affine_zero", "quantwm": "affine_zero", "kivi": "affine_min"}
-GRIDS["kvquant"] = "non_uniform"
+GRIDS = {
+    "qvg": "symmetric",
+    "qvg4": "affine_zero",
+    "quantwm": "affine_zero",
+    "kivi": "affine_min",
+    "kvquant": "non_uniform",
+    "rtn": "affine_min",
+    "quarot": "affine_min",
+    "qvg_pro": "symmetric",
+}
+METADATA = {
+    "fp8_scale": "fp8",
+    "int8_scale_int2_zero": "int8",
+    "fp16_scale_fp16_minimum": None,
+    "fp16_center_fp16_half_range": None,
+}
 
 
 def config_of(row: dict[str, Any]) -> CacheConfig:
     """The configuration that a row of the budget table describes."""
-    params = row["params"]
-    assert params["grid"] == GRIDS[row["method"]]
-    assert params.get("stages", 1) == 1
+    params = dict(row["params"])
+    assert params.pop("grid") == GRIDS[row["method"]]
+    metadata = METADATA[params.pop("metadata")]
+    own = METHODS[preset(row["method"]).keys.method]
+    if "metadata" in own:
+        params["metadata"] = metadata
+    if "stages" not in own:
+        assert params.pop("stages", 1) == 1
     names = {f.name for f in dataclasses.fields(CodecConfig)}
     return preset(row["method"], **{k: v for k, v in params.items() if k in names})
 
 
 @pytest.mark.parametrize(
     "row",
-    [row for row in BUDGETS if row["method"] in METHODS],
+    [row for row in BUDGETS if row["method"] in PRESETS],
     ids=lambda row: f"{row['method']}-{row['H']}x{row['S']}x{row['D']}",
 )
 def test_bit_budgets(row: dict[str, Any]) -> None:
@@ -52,6 +74,31 @@ def test_bit_budgets(row: dict[str, Any]) -> None:
 
 def test_the_budget_table_covers_every_packed_method() -> None:
     assert {row["method"] for row in BUDGETS} >= set(METHODS) - {"bf16"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    EXTRA_BUDGETS,
+    ids=lambda row: "-".join([row["preset"], *map(str, row["changes"].values()), str(row["S"])]),
+)
+def test_bit_budgets_of_other_forms(row: dict[str, Any]) -> None:
+    config = preset(row["preset"], **row["changes"])
+    shape = (row["B"], row["H"], row["S"], row["D"])
+    assert config.keys.payload_nbytes(*shape) == row["bytes_K"]
+    assert config.values.payload_nbytes(*shape) == row["bytes_V"]
+    assert config.bits_per_element(*shape) == pytest.approx(row["bits_per_element"], rel=1e-14)
+
+
+def test_the_tables_hold_the_rates_that_the_papers_and_their_code_name() -> None:
+    """Trits and the asymmetric option over 29,640 tokens, FP8 centroids and two directions."""
+    rates = {
+        (row["preset"], *row["changes"].items(), row["S"]): round(row["bits_per_element"], 4)
+        for row in EXTRA_BUDGETS
+    }
+    assert rates["qvg", ("packing", "trits"), 29640] == 1.9507
+    assert rates["qvg4", ("metadata", "fp8"), 29640] == 2.4507
+    assert rates["quantwm", ("centroid_format", "fp8"), 4680] == 2.9894
+    assert rates["quantwm", ("rank", 2), 29640] == 2.4825
 
 
 def test_rates_of_the_embedded_model() -> None:
@@ -72,7 +119,7 @@ def test_rates_of_the_embedded_model() -> None:
     [
         {"method": "qgv"},
         {"method": ["qvg"]},
-        {"bits": 3},
+        {"bits": 5},
         {"bits": True},
         {"group_size": 0},
         {"group_size": 64.0},
@@ -84,6 +131,32 @@ def test_rates_of_the_embedded_model() -> None:
         {"method": "kivi", "axis": "heads"},
         {"method": "kivi", "centroids": 32},
         {"method": "qvg", "axis": "tokens"},
+        {"stages": 0},
+        {"stages": 5},
+        {"packing": "bytes"},
+        {"centroid_format": "fp16"},
+        {"metadata": "fp16"},
+        {"method": "qvg4", "metadata": 8},
+        {"method": "qvg4", "packing": "trits"},
+        {"method": "quantwm", "stages": 2},
+        {"method": "kivi", "metadata": "fp8"},
+        {"method": "kivi", "centroid_format": "fp8"},
+        {"method": "qvg", "grid": "symmetric"},
+        {"method": "rtn", "grid": "affine_zero"},
+        {"method": "rtn", "metadata": "fp8"},
+        {"method": "rtn", "grid": "affine_min", "packing": "trits"},
+        {"method": "qvg", "bits": 3, "packing": "trits"},
+        {"method": "rtn", "clip_ratio": 0.9},
+        {"method": "quarot", "clip_ratio": 0},
+        {"method": "quarot", "clip_ratio": 1.01},
+        {"method": "quarot", "clip_ratio": float("nan")},
+        {"method": "quarot", "clip_ratio": True},
+        {"method": "quarot", "clip_ratio": "0.9"},
+        {"method": "quarot", "dim_splits": 128},
+        {"method": "quarot", "dim_splits": (64, 0)},
+        {"method": "quarot", "dim_splits": (64, 64.0)},
+        {"method": "quarot", "dim_splits": (96, 32)},
+        {"method": "rtn", "dim_splits": (64,)},
         {"method": "qvg4", "rank": 4},
         {"method": "bf16", "group_size": 32},
         {"method": "quantwm", "retain": "maybe"},
@@ -138,6 +211,9 @@ def test_cache_config_takes_configs() -> None:
 def test_presets() -> None:
     assert preset("quantwm").keys.method == "quantwm"
     assert preset("quantwm").values == preset("qvg4").values == CodecConfig("qvg4")
+    assert preset("rtn_g16_sym").keys == preset("rtn_g16_sym").values
+    assert preset("rtn_g16_sym").keys == CodecConfig("rtn", group_size=16, grid="symmetric")
+    assert preset("qvg_pro").keys == CodecConfig("qvg", group_size=16, stages=4)
     assert preset("kivi").keys == CodecConfig("kivi", group_size=32, axis="tokens")
     assert preset("kivi").values == CodecConfig("kivi", group_size=32, axis="channels")
     assert preset("kivi").policy.recent_keep == 0
@@ -145,6 +221,27 @@ def test_presets() -> None:
     assert all(preset(name).name == name for name in PRESETS)
     needing = {name for name in PRESETS if preset(name).needs_queries}
     assert needing == {"quantwm"}
+
+
+def test_fields_without_a_common_default_take_that_of_the_method() -> None:
+    assert CodecConfig("qvg").metadata == "fp8"
+    assert CodecConfig("qvg4").metadata == CodecConfig("quantwm").metadata == "int8"
+    assert CodecConfig("qvg4") == CodecConfig("qvg4", metadata="int8")
+    assert CodecConfig("rtn").grid == "affine_min"
+    assert CodecConfig("kivi").metadata is CodecConfig("qvg").grid is None
+    changed = preset("quantwm", metadata="fp8", centroid_format="fp8", bits=3)
+    assert changed.keys.metadata == changed.values.metadata == "fp8"
+    assert changed.keys.centroid_format == changed.values.centroid_format == "fp8"
+
+
+def test_what_an_earlier_release_wrote_can_be_read() -> None:
+    """Without the fields that came later."""
+    later = ("grid", "metadata", "packing", "stages", "centroid_format", "clip_ratio", "dim_splits")
+    for name in ("bf16", "kivi", "qvg", "qvg4", "quantwm"):
+        config = preset(name).keys
+        old = {k: v for k, v in config.to_dict().items() if k not in later}
+        assert len(old) == len(config.to_dict()) - len(later)
+        assert CodecConfig.from_dict(old) == config
 
 
 def test_overrides_reach_the_codecs_that_read_them() -> None:
@@ -173,7 +270,7 @@ def test_parse_method() -> None:
     assert parse_method("bf16:quantwm").values == CodecConfig("qvg4")
     assert parse_method("kivi_recent:bf16").policy == CachePolicy(recent_keep=1)
     for wrong in ("", "qgv", "qvg:", ":qvg", "qvg:qgv", "a:b:c"):
-        with pytest.raises(ConfigError, match="known are bf16, kivi, kivi_recent, qvg"):
+        with pytest.raises(ConfigError, match="known are bf16, rtn, rtn_g16_sym, kivi"):
             parse_method(wrong)
 
 
@@ -214,6 +311,8 @@ def test_a_bad_change_is_named(text: str, word: str) -> None:
 
 
 def test_dictionaries_survive_json() -> None:
+    rotated = preset("quarot", dim_splits=(64, 64), clip_ratio=0.95)
+    assert CacheConfig.from_dict(json.loads(json.dumps(rotated.to_dict()))) == rotated
     for name in PRESETS:
         config = preset(name, seed=7, span_chunks=2) if "qv" in name else preset(name)
         assert CacheConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config

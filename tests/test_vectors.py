@@ -7,6 +7,7 @@ from the same description of the methods. BF16 and E4M3 tensors are raw bits, ma
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,10 +23,14 @@ ARCHIVE = np.load(Path(__file__).parent / "vectors" / "vectors.npz")
 RAW = {"bf16": torch.bfloat16, "e4m3": torch.float8_e4m3fn}
 CENTROIDS = {"a": 16, "b": 8}
 
-CONFIGS = {
+CONFIGS: dict[str, dict[str, Any]] = {
     "kivi_k": {"method": "kivi", "group_size": 32, "axis": "tokens"},
     "kivi_v": {"method": "kivi", "group_size": 32},
+    "rtn": {"method": "rtn"},
+    "quarot": {"method": "quarot"},
     "qvg": {"method": "qvg"},
+    "qvg_trit": {"method": "qvg", "packing": "trits"},
+    "qvg_pro": {"method": "qvg", "stages": 4, "group_size": 16},
     "qvg4": {"method": "qvg4"},
     "quantwm_k": {"method": "quantwm"},
     "kvquant_k": {"method": "kvquant", "axis": "tokens"},
@@ -85,8 +90,8 @@ def payload_of(case: str, codec: str) -> Payload:
     initial = None
     if "centroids" in METHODS[fields["method"]]:
         fields["centroids"] = CENTROIDS[case]
-        initial = given["init_centroids"][:, :, :1]
-    config = CodecConfig(**fields)  # type: ignore[arg-type]
+        initial = given["init_centroids"][:, :, : fields.get("stages", 1)]
+    config = CodecConfig(**fields)
     return encode(given["X"], config, stats=moment_of(case), initial_centroids=initial)
 
 
@@ -118,6 +123,17 @@ def test_token_shift(case: str, codec: str) -> None:
     shift = (best(keys) != best(payload_of(case, codec).decode(torch.bfloat16).float())).double()
     expected = float(ARCHIVE[f"{case}/{codec}/token_shift"])
     assert float(shift.mean()) == pytest.approx(expected, abs=0.02)
+
+
+@pytest.mark.parametrize("case", CENTROIDS)
+def test_trits_hold_the_codes_of_the_bits(case: str) -> None:
+    """Lossless: the same codes and the same decoded numbers in fewer bytes."""
+    bits, trits = (payload_of(case, codec) for codec in ("qvg", "qvg_trit"))
+    width = bits.shape[-1]
+    codes = ops.unpack(trits.tensors["codes"], 2, width, "trits")
+    assert torch.equal(codes, ops.unpack(bits.tensors["codes"], 2, width))
+    assert torch.equal(trits.decode(torch.float32), bits.decode(torch.float32))
+    assert trits.nbytes < bits.nbytes
 
 
 @pytest.mark.parametrize("case", CENTROIDS)

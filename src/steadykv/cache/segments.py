@@ -10,6 +10,7 @@ from torch import Tensor
 
 from steadykv.cache.policy import TokenRange
 from steadykv.codecs import Payload
+from steadykv.ops import centroid_values
 
 __all__ = ["Segment", "TensorStore", "nbytes_of", "part_of"]
 
@@ -25,6 +26,7 @@ _PARTS = {
     "levels": "scales",
     "outlier_values": "outliers",
     "outlier_index": "outliers",
+    "centroid_scale": "centroids",
     "coef_codes": "coefficients",
     "coef_scales": "coefficients",
     "row_index": "coefficients",
@@ -102,7 +104,7 @@ class TensorStore:
     def clear(self) -> None:
         """Release everything."""
         self.segments: list[Segment] = []
-        self._warm: Tensor | None = None
+        self._warm: dict[str, Tensor] = {}
         self._warm_tokens = 0
 
     def heads_first(self, tensor: Tensor) -> Tensor:
@@ -159,11 +161,16 @@ class TensorStore:
 
     def remember_centroids(self, payload: Payload) -> None:
         """Let the next span of equal length start from this payload's centroids (no copy)."""
-        self._warm, self._warm_tokens = payload.centroids, payload.shape[2]
+        self._warm = {k: t for k, t in payload.tensors.items() if part_of(k) == "centroids"}
+        self._warm_tokens = payload.shape[2]
 
     def warm_centroids(self, tokens: int) -> Tensor | None:
-        """BF16 [B, H, T, C, D] of the previous span; None (cold) where the length differs."""
-        return self._warm if tokens == self._warm_tokens else None
+        """[B, H, T, C, D] of the previous span; None (cold) where the length differs.
+
+        BF16 centroids as they are, FP8 ones as new FP32.
+        """
+        is_warm = bool(self._warm) and tokens == self._warm_tokens
+        return centroid_values(self._warm) if is_warm else None
 
     # --- reading ------------------------------------------------------------------------------
 
@@ -213,9 +220,10 @@ class TensorStore:
     @property
     def _orphaned_nbytes(self) -> int:
         """Bytes of warm-start centroids whose span has left the window."""
-        if self._warm is None:
+        if not self._warm:
             return 0
+        table = self._warm["centroids"]
         payloads = (segment.payload for segment in reversed(self.segments))
-        if any(p is not None and p.centroids is self._warm for p in payloads):
+        if any(p is not None and p.tensors.get("centroids") is table for p in payloads):
             return 0
-        return nbytes_of(self._warm)
+        return sum(map(nbytes_of, self._warm.values()))

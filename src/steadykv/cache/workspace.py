@@ -47,8 +47,10 @@ def encode_workspace_nbytes(
     blocks = _KMEANS_BLOCKS * min(largest, 4 * tokens * centroids)
     if "candidates" in METHODS[codec.method]:
         blocks = max(blocks, _SEARCH_BLOCKS * min(largest, 4 * tokens * centroids * head_dim))
+    # From the second stage on, what the stages before left lives beside the tokens.
+    residuals = 1 if codec.stages > 1 else 0
     clustering = (
-        _CLUSTERING_COPIES * rows * row
+        (_CLUSTERING_COPIES + residuals) * rows * row
         + _CENTROID_COPIES * 4 * rows * centroids * head_dim
         + blocks
     )
@@ -59,7 +61,10 @@ def encode_workspace_nbytes(
     clusters = "centroids" in METHODS[codec.method]
     # Several passes are joined at the end: the payload's parts and the whole live side by side.
     parts = codec.payload_nbytes(*shape, compensated) if rows < batch * heads else 0
-    return int(max(copies, clustering if clusters else 0) + moments + parts)
+    # FP8 centroids of the span before are decoded to start from.
+    warm = 4 * batch * heads * codec.stages * centroids * head_dim
+    warm *= codec.warm_start and codec.centroid_format == "fp8"
+    return int(max(copies, clustering if clusters else 0) + moments + parts + warm)
 
 
 def decode_workspace_nbytes(segments: Iterable[Segment]) -> int:
@@ -71,5 +76,8 @@ def _decode(segment: Segment) -> int:
     if segment.payload is None:
         return 0
     batch, heads, tokens, head_dim = segment.payload.shape
+    codec = segment.payload.config
     block = min(WORKSPACE_BYTES, 4 * batch * heads * tokens * head_dim)
-    return int(CODECS[segment.payload.config.method].decode_copies * block)
+    centroids = segment.payload.tensors.get("centroids")
+    tables = 0 if centroids is None else 4 * centroids.numel()  # in FP32
+    return int(CODECS[codec.method].decode_copies * block + tables)

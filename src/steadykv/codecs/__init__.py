@@ -19,9 +19,11 @@ from .kivi import KIVICodec
 from .kvquant import KVQuantCodec
 from .payload import Payload
 from .quantwm import QuantWMCodec
+from .quarot import QuaRotCodec
 from .query_moment import QueryMoment
 from .qvg import QVGCodec
 from .qvg4 import QVG4Codec
+from .rtn import RTNCodec
 
 __all__ = [
     "CODECS",
@@ -40,7 +42,9 @@ __all__ = [
 
 CODECS: dict[str, type[Codec]] = {
     "bf16": BF16Codec,
+    "rtn": RTNCodec,
     "kivi": KIVICodec,
+    "quarot": QuaRotCodec,
     "qvg": QVGCodec,
     "qvg4": QVG4Codec,
     "quantwm": QuantWMCodec,

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..config import CodecConfig
+from ..errors import PayloadError
 
 if TYPE_CHECKING:
     from .calibration import CalibratedGrid
@@ -29,6 +30,7 @@ __all__ = [
     "Shape",
     "SpanKey",
     "TensorSpec",
+    "check_trits",
 ]
 
 Shape = tuple[int, int, int, int]
@@ -160,3 +162,11 @@ class Codec(ABC):
         self, shape: Shape, tensors: Mapping[str, Tensor]
     ) -> None:
         """Raises PayloadError where an index of a loaded payload points outside it."""
+
+
+def check_trits(codes: Tensor, packing: str) -> None:
+    """Raises PayloadError where packed trits hold a byte that five of them cannot make."""
+    if packing == "trits" and codes.numel() and int(codes.max()) >= 3**5:
+        raise PayloadError(
+            f"codes hold the byte {int(codes.max())}: expected at most {3**5 - 1}, five trits"
+        )

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..config import CodecConfig
 from ..errors import ConfigError, PayloadError, ShapeError
-from ..ops import full_precision
+from ..ops import centroid_values, full_precision
 from .base import FLAGS, Shape, TensorSpec
 from .files import read_tensors, write_tensors
 
@@ -65,8 +65,11 @@ class Payload:
 
     @property
     def centroids(self) -> Tensor | None:
-        """BF16 [B, H, T, C, D], the warm start of the next span; None without clusters."""
-        return self.tensors.get("centroids")
+        """[B, H, T, C, D], the warm start of the next span; None without clusters.
+
+        The stored tensor where it is BF16, a new FP32 one where it is E4M3.
+        """
+        return centroid_values(self.tensors) if "centroids" in self.tensors else None
 
     def decode(
         self,

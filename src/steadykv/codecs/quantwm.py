@@ -56,12 +56,18 @@ class QuantWMCodec(QVG4Codec):
         weight = None
         if moment is not None and count is not None:
             weight, flags["weight_active"] = ops.channel_weight(moment, count)
-        _, centroids = ops.kmeans(
-            x, self.start_centroids(x, inputs, 0), config.iterations, with_ids=False
+        _, centroids, stored, lost_scales = self.cluster(x, inputs, 0, with_ids=False)
+        ids = ops.select_centroids(
+            x,
+            centroids,
+            weight,
+            config.candidates,
+            config.group_size,
+            include_zero=self.grid == "affine_zero",
         )
-        ids = ops.select_centroids(x, centroids, weight, config.candidates, config.group_size)
         base = ops.gather_centroids(centroids, ids).float()
         tensors, saturated = ops.group_quantize(x - base, self.grid, config.bits, config.group_size)
+        saturated = saturated + lost_scales
         rank = min(config.rank, width)
         if moment is not None and count is not None and rank:
             basis, flags["psac_active"], flags["psac_failed"] = ops.query_basis(moment, count, rank)
@@ -76,7 +82,7 @@ class QuantWMCodec(QVG4Codec):
             )
             saturated = saturated + lost
         tensors["ids"] = ids[:, None].to(self.id_dtype)
-        tensors["centroids"] = centroids[:, None]
+        tensors.update({name: t[:, None] for name, t in stored.items()})
         return Encoded(tensors, {"saturated": saturated, **flags})
 
     def finish(self, tensors: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:

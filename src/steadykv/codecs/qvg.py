@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from .. import ops
 from ..errors import PayloadError
-from .base import Codec, Encoded, HeadInputs, Shape, TensorSpec
+from .base import Codec, Encoded, HeadInputs, Shape, TensorSpec, check_trits
 
 __all__ = ["QVGCodec"]
 
@@ -17,38 +18,56 @@ __all__ = ["QVGCodec"]
 class QVGCodec(Codec):
     """k-means stages, then grid `symmetric` on what is left.
 
-    Payload: `codes` uint8 [B, H, S, ceil(D·bits/8)]; `scale` E4M3 [B, H, S, G]; `ids` uint8 [B, H,
-    T, S] (uint16 above 256 centroids); `centroids` BF16 [B, H, T, min(C, S), D].
-    Bits per element: bits + 8·G/D + 8·T/D + 16·T·C/S.
+    Payload: `codes` uint8 [B, H, S, ceil(D·bits/8)], or [B, H, S, ceil(D/5)] for packing "trits";
+    `scale` E4M3 [B, H, S, G], or for metadata "int8" `scale_codes` uint8 [B, H, S, G] and
+    `scale_base` FP16 [B, H]; `ids` uint8 [B, H, T, S] (uint16 above 256 centroids); `centroids`
+    BF16 [B, H, T, min(C, S), D], or for centroid_format "fp8" E4M3 and `centroid_scale` FP16 [B, H,
+    T, min(C, S)].
+    Bits per element: bits + 8·G/D + 8·T/D + 16·T·C/S. In place of bits, trits have 8·ceil(D/5)/D;
+    in place of 16·T·C/S, FP8 centroids have T·C·(8·D + 16)/(S·D); int8 adds 16/(S·D).
+    Error, unless the flag `saturated` counts, for a group r of what the centroids leave and L =
+    2^(bits-1) - 1: at most (s + d)/2 + L·d with s = max(max|r|/L, 2^-9) and d = max(s/16, 2^-10);
+    for "int8" s = max|r|/L and d = `scale_base` + 2^-17.
     """
 
     title = "QVG"
     encode_copies = 3.8
-    decode_copies = 2.7
-    grid = "symmetric"
-    stages = 1
+    decode_copies = 2.6
+    grids: ClassVar[dict[str, str]] = {"fp8": "symmetric", "int8": "symmetric_int8"}
+
+    @property
+    def grid(self) -> str:
+        """The residual's grid, in the form that the configuration stores it in."""
+        return self.grids[str(self.config.metadata)]
 
     def layout(self, shape: Shape, compensated: bool) -> dict[str, TensorSpec]:
         """See `Codec.layout`."""
+        config = self.config
         batch, heads, tokens, width = shape
-        row = ops.packed_length(width, self.config.bits)
+        row = ops.packed_length(width, config.bits, config.packing)
         layout = {"codes": TensorSpec((batch, heads, tokens, row), torch.uint8)}
-        layout.update(
-            self.metadata_layout(batch, heads, tokens, -(-width // self.config.group_size))
-        )
-        layout["ids"] = TensorSpec((batch, heads, self.stages, tokens), self.id_dtype)
+        layout.update(self.metadata_layout(batch, heads, tokens, -(-width // config.group_size)))
+        layout["ids"] = TensorSpec((batch, heads, config.stages, tokens), self.id_dtype)
         if tokens:
-            clusters = min(self.config.centroids, tokens)
-            layout["centroids"] = TensorSpec(
-                (batch, heads, self.stages, clusters, width), torch.bfloat16
-            )
+            table = (batch, heads, config.stages, min(config.centroids, tokens))
+            is_fp8 = config.centroid_format == "fp8"
+            kind = torch.float8_e4m3fn if is_fp8 else torch.bfloat16
+            layout["centroids"] = TensorSpec((*table, width), kind)
+            if is_fp8:
+                layout["centroid_scale"] = TensorSpec(table, torch.float16)
         return layout
 
     def metadata_layout(
         self, batch: int, heads: int, tokens: int, groups: int
     ) -> dict[str, TensorSpec]:
         """What the grid stores beside the codes."""
-        return {"scale": TensorSpec((batch, heads, tokens, groups), torch.float8_e4m3fn)}
+        size = (batch, heads, tokens, groups)
+        if self.config.metadata == "fp8":
+            return {"scale": TensorSpec(size, torch.float8_e4m3fn)}
+        layout = {"scale_codes": TensorSpec(size, torch.uint8)}
+        if tokens:
+            layout["scale_base"] = TensorSpec((batch, heads), torch.float16)
+        return layout
 
     @property
     def id_dtype(self) -> torch.dtype:
@@ -57,20 +76,43 @@ class QVGCodec(Codec):
 
     def encode(self, x: Tensor, inputs: HeadInputs) -> Encoded:
         """See `Codec.encode`."""
-        residual, all_ids, all_centroids = x, [], []
-        for stage in range(self.stages):
-            start = self.start_centroids(residual, inputs, stage)
-            ids, centroids = ops.kmeans(residual, start, self.config.iterations)
+        config = self.config
+        residual, stages, all_ids = x, [], []
+        saturated = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        for stage in range(config.stages):
+            ids, values, stored, lost = self.cluster(residual, inputs, stage)
             assert ids is not None
-            residual = residual - ops.gather_centroids(centroids, ids)
-            all_ids.append(ids)
-            all_centroids.append(centroids)
-        tensors, saturated = ops.group_quantize(
-            residual, self.grid, self.config.bits, self.config.group_size
+            base = ops.gather_centroids(values, ids)
+            residual = residual - base if residual is x else residual.sub_(base)
+            del base
+            stages.append(stored)
+            all_ids.append(ids.to(self.id_dtype))
+            saturated += lost
+        tensors, lost = ops.group_quantize(
+            residual, self.grid, config.bits, config.group_size, packing=config.packing
         )
-        tensors["ids"] = torch.stack(all_ids, 1).to(self.id_dtype)
-        tensors["centroids"] = torch.stack(all_centroids, 1)
-        return Encoded(tensors, {"saturated": saturated})
+        tensors["ids"] = torch.stack(all_ids, 1)
+        for name in stages[0]:
+            tensors[name] = torch.stack([stored[name] for stored in stages], 1)
+        return Encoded(tensors, {"saturated": saturated + lost})
+
+    def cluster(
+        self, x: Tensor, inputs: HeadInputs, stage: int, with_ids: bool = True
+    ) -> tuple[Tensor | None, Tensor, dict[str, Tensor], Tensor | int]:
+        """One stage of k-means over FP32 [N, S, D].
+
+        Returns ids int64 [N, S] (None without `with_ids`), the centroids [N, C, D] as decoding has
+        them, the tensors that store them, and the number of saturated scales, int64 [N].
+        """
+        start = self.start_centroids(x, inputs, stage)
+        if self.config.centroid_format == "bf16":
+            ids, values = ops.kmeans(x, start, self.config.iterations, with_ids=with_ids)
+            return ids, values, {"centroids": values}, 0
+        _, means = ops.kmeans(x, start, self.config.iterations, with_ids=False, rounded=False)
+        stored, saturated = ops.quantize_centroids(means)
+        values = ops.centroid_values(stored)
+        ids = ops.assign_centroids(x, values) if with_ids else None
+        return ids, values, stored, saturated
 
     def start_centroids(self, residual: Tensor, inputs: HeadInputs, stage: int) -> Tensor:
         """Where k-means starts: given centroids, or the same distinct tokens in every head."""
@@ -86,7 +128,16 @@ class QVGCodec(Codec):
     ) -> None:
         """See `Codec.decode`."""
         config = self.config
-        ops.decode_clustered(tensors, out, self.grid, config.bits, config.group_size, start, end)
+        ops.decode_clustered(
+            tensors,
+            out,
+            self.grid,
+            config.bits,
+            config.group_size,
+            start,
+            end,
+            packing=config.packing,
+        )
 
     def check_indices(self, shape: Shape, tensors: Mapping[str, Tensor]) -> None:
         """See `Codec.check_indices`."""
@@ -96,3 +147,4 @@ class QVGCodec(Codec):
             raise PayloadError(
                 f"ids reach {int(ids.max())}: expected less than {clusters} centroids"
             )
+        check_trits(tensors["codes"], self.config.packing)

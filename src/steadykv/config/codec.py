@@ -13,16 +13,19 @@ __all__ = ["METHODS", "VERSION", "CodecConfig", "check_fields", "check_int"]
 VERSION = 1
 
 _CLUSTERED = ("bits", "group_size", "centroids", "iterations", "warm_start", "seed")
+_STORED = ("metadata", "centroid_format")
 
 # Method -> the fields it reads. A field that a method does not read has to keep its default: a
 # setting that changes nothing would look like a result. (`bits` of bf16 is tolerated, so that one
 # loop over bit widths may include it.)
 METHODS: dict[str, tuple[str, ...]] = {
     "bf16": ("bits",),
+    "rtn": ("bits", "group_size", "grid", "packing"),
     "kivi": ("bits", "group_size", "axis"),
-    "qvg": _CLUSTERED,
-    "qvg4": _CLUSTERED,
-    "quantwm": (*_CLUSTERED, "candidates", "rank", "retain", "coef_layout", "first_span"),
+    "quarot": ("bits", "group_size", "clip_ratio", "dim_splits"),
+    "qvg": (*_CLUSTERED, *_STORED, "stages", "packing"),
+    "qvg4": (*_CLUSTERED, *_STORED, "stages"),
+    "quantwm": (*_CLUSTERED, *_STORED, "candidates", "rank", "retain", "coef_layout", "first_span"),
     "kvquant": (
         "bits",
         "axis",
@@ -34,8 +37,18 @@ METHODS: dict[str, tuple[str, ...]] = {
     ),
 }
 
+# What a method takes for a field whose default is None, and its other choices.
+_OWN_CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
+    "rtn": {"grid": ("affine_min", "symmetric")},
+    "qvg": {"metadata": ("fp8", "int8")},
+    "qvg4": {"metadata": ("int8", "fp8")},
+    "quantwm": {"metadata": ("int8", "fp8")},
+}
+
 _CHOICES: dict[str, tuple[Any, ...]] = {
-    "bits": (2, 4),
+    "bits": (2, 3, 4),
+    "centroid_format": ("bf16", "fp8"),
+    "packing": ("bits", "trits"),
     "axis": ("channels", "tokens"),
     "retain": ("row", "always"),
     "coef_layout": ("dense", "auto"),
@@ -50,6 +63,7 @@ _RANGES: dict[str, tuple[int, int]] = {
     "group_size": (1, 1 << 16),
     "centroids": (1, 1 << 16),
     "iterations": (0, 1000),
+    "stages": (1, 4),
     "candidates": (1, 1 << 16),
     "rank": (0, 1024),
     "seed": (0, (1 << 63) - 1),
@@ -85,8 +99,8 @@ def check_fields(cls: type, data: dict[str, Any]) -> dict[str, Any]:
 class CodecConfig:
     """How one tensor is packed. See `METHODS` for the fields that each method reads.
 
-    method: "bf16", "kivi", "qvg", "qvg4", "quantwm" or "kvquant".
-    bits: bits of one residual code, 2 or 4.
+    method: a name in `METHODS`.
+    bits: bits of one residual code, 2, 3 or 4.
     group_size: elements that share a scale: channels, or tokens for kivi with axis "tokens".
     axis: kivi only; "tokens" (one scale a channel and run of tokens, for keys) or "channels" (for
     values). Of kvquant: one scale a channel and span, or one a token and all heads.
@@ -100,6 +114,17 @@ class CodecConfig:
     coef_layout: "dense" (size known beforehand) or "auto" (the smaller of dense and sparse; syncs
     the host).
     first_span: "paper" (no query statistics in the first span) or "own" (those of its own passes).
+    grid: rtn only; "affine_min" (FP16 scale and minimum) or "symmetric" (E4M3 scale).
+    metadata: what a group's scale is stored in, and beside it. qvg: "fp8" (E4M3) or "int8" (steps
+    of one FP16 base a head). qvg4, quantwm: "int8" (with a zero point) or "fp8" (E4M3 scale and
+    minimum). None takes the first.
+    packing: "bits", or "trits" (five codes a byte) for the three levels of a symmetric grid at 2
+    bits.
+    stages: k-means passes, each over what the ones before left.
+    centroid_format: "bf16", or "fp8" (E4M3 with an FP16 scale a centroid).
+    clip_ratio: quarot only; ends of a group's range are taken times this, above 0 and at most 1.
+    dim_splits: quarot only; widths that head_dim is cut into before each is rotated alone; empty
+    for one.
     seed: of the private generator that draws cold-start centroids.
     outlier_fraction: share of the numbers of a vector that kvquant stores exactly: 0 to 0.01.
     first_tokens: first tokens of every span that kvquant keeps dense.
@@ -128,16 +153,23 @@ class CodecConfig:
     levels: str = "online"
     level_weight: str = "one"
     q_norm: bool = True
+    grid: str | None = None
+    metadata: str | None = None
+    packing: str = "bits"
+    stages: int = 1
+    centroid_format: str = "bf16"
+    clip_ratio: float = 0.99
+    dim_splits: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if not isinstance(self.method, str) or self.method not in METHODS:
             raise ConfigError(f"unknown method {self.method!r}: known are {', '.join(METHODS)}")
+        for name, choices in _OWN_CHOICES.get(self.method, {}).items():
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, choices[0])
+            self._check_choice(name, choices)
         for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices or isinstance(getattr(self, name), bool):
-                expected = " or ".join(repr(choice) for choice in choices)
-                raise ConfigError(
-                    f"CodecConfig.{name} is {getattr(self, name)!r}: expected {expected}"
-                )
+            self._check_choice(name, choices)
         for name, (low, high) in _RANGES.items():
             check_int("CodecConfig", name, getattr(self, name), low, high)
         for name in _SWITCHES:
@@ -145,6 +177,8 @@ class CodecConfig:
                 raise ConfigError(
                     f"CodecConfig.{name} is {getattr(self, name)!r}: expected True or False"
                 )
+        self._check_clip_ratio()
+        self._check_dim_splits()
         for item in fields(self):
             name = item.name
             if name == "method" or name in METHODS[self.method]:
@@ -158,6 +192,40 @@ class CodecConfig:
             raise ConfigError(
                 f"CodecConfig.axis is {self.axis!r} with level_weight='queries': expected "
                 "'tokens', because queries weigh the channels of keys"
+            )
+
+        if self.packing == "trits" and (self.bits != 2 or self.grid not in (None, "symmetric")):
+            raise ConfigError(
+                f"CodecConfig.packing is 'trits' with bits={self.bits} and grid {self.grid!r}: "
+                "expected the three levels of bits=2 on a symmetric grid, or packing='bits'"
+            )
+
+    def _check_choice(self, name: str, choices: tuple[Any, ...]) -> None:
+        value = getattr(self, name)
+        if value not in choices or isinstance(value, bool):
+            expected = " or ".join(repr(choice) for choice in choices)
+            raise ConfigError(f"CodecConfig.{name} is {value!r}: expected {expected}")
+
+    def _check_clip_ratio(self) -> None:
+        value = self.clip_ratio
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+            raise ConfigError(
+                f"CodecConfig.clip_ratio is {value!r}: expected a number above 0, at most 1"
+            )
+
+    def _check_dim_splits(self) -> None:
+        widths: Any = self.dim_splits
+        if isinstance(widths, list):  # as JSON has it
+            widths = tuple(widths)
+            object.__setattr__(self, "dim_splits", widths)
+        if not isinstance(widths, tuple) or any(type(w) is not int or w < 1 for w in widths):
+            raise ConfigError(
+                f"CodecConfig.dim_splits is {widths!r}: expected a tuple of integers above 0"
+            )
+        if any(width % self.group_size for width in widths[:-1]):
+            raise ConfigError(
+                f"CodecConfig.dim_splits is {widths!r} with group_size {self.group_size}: expected "
+                "all widths but the last to be multiples of it, so that groups end with them"
             )
 
     @property

@@ -10,6 +10,8 @@ from .codec import METHODS, CodecConfig
 
 __all__ = ["PRESETS", "parse_method", "preset"]
 
+_RTN_SYMMETRIC = {"method": "rtn", "group_size": 16, "grid": "symmetric"}
+_QVG_PRO = {"method": "qvg", "group_size": 16, "stages": 4}
 _KIVI_KEYS = {"method": "kivi", "group_size": 32, "axis": "tokens"}
 _KIVI_VALUES = {"method": "kivi", "group_size": 32, "axis": "channels"}
 _KVQUANT_KEYS = {"method": "kvquant", "axis": "tokens"}
@@ -19,9 +21,13 @@ _CALIBRATED = {"levels": "calibrated"}
 # name -> (fields of the key codec, fields of the value codec, fields of the policy)
 PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "bf16": ({"method": "bf16"}, {"method": "bf16"}, {}),
+    "rtn": ({"method": "rtn"}, {"method": "rtn"}, {}),
+    "rtn_g16_sym": (_RTN_SYMMETRIC, _RTN_SYMMETRIC, {}),
     "kivi": (_KIVI_KEYS, _KIVI_VALUES, {}),
     "kivi_recent": (_KIVI_KEYS, _KIVI_VALUES, {"recent_keep": 1}),
+    "quarot": ({"method": "quarot"}, {"method": "quarot"}, {}),
     "qvg": ({"method": "qvg"}, {"method": "qvg"}, {}),
+    "qvg_pro": (_QVG_PRO, _QVG_PRO, {}),
     "qvg4": ({"method": "qvg4"}, {"method": "qvg4"}, {}),
     "quantwm": ({"method": "quantwm"}, {"method": "qvg4"}, {}),
     "kvquant": (_KVQUANT_KEYS, _KVQUANT_VALUES, {}),

@@ -4,7 +4,14 @@ from .decode import decode_clustered, decode_grouped, decode_nonuniform
 from .dispatch import BACKENDS, OPS, explain, use_backend
 from .finite import replace_nonfinite
 from .group_quantize import group_dequantize, group_quantize
-from .kmeans import gather_centroids, kmeans
+from .hadamard import hadamard
+from .kmeans import (
+    assign_centroids,
+    centroid_values,
+    gather_centroids,
+    kmeans,
+    quantize_centroids,
+)
 from .nonuniform import (
     find_outliers,
     fit_levels,
@@ -22,6 +29,8 @@ __all__ = [
     "BACKENDS",
     "OPS",
     "accumulate_moment",
+    "assign_centroids",
+    "centroid_values",
     "channel_weight",
     "compensate",
     "decode_clustered",
@@ -34,6 +43,7 @@ __all__ = [
     "gather_centroids",
     "group_dequantize",
     "group_quantize",
+    "hadamard",
     "inlier_range",
     "kmeans",
     "merge_moment",
@@ -41,6 +51,7 @@ __all__ = [
     "nonuniform_dequantize",
     "pack",
     "packed_length",
+    "quantize_centroids",
     "query_basis",
     "replace_nonfinite",
     "select_centroids",

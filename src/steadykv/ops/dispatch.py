@@ -25,9 +25,17 @@ VARIABLE = "STEADYKV_BACKEND"
 
 # One module a name, under the same name, in every backend's folder.
 OPS = (
-    "decode", "finite", "group_quantize", "kmeans", "nonuniform", "pack", "psac", "qsac",
+    "decode",
+    "finite",
+    "group_quantize",
+    "hadamard",
+    "kmeans",
+    "nonuniform",
+    "pack",
+    "psac",
+    "qsac",
     "query_moment",
-)  # fmt: skip
+)
 
 # Backend (= folder) in automatic order -> a function of (op, device) that returns why it cannot
 # serve, or None.

@@ -10,7 +10,8 @@ from .dispatch import resolve
 
 __all__ = ["GRIDS", "group_dequantize", "group_quantize"]
 
-GRIDS = ("symmetric", "affine_min", "affine_zero")
+# A grid's name says what is stored beside the codes, too.
+GRIDS = ("symmetric", "symmetric_int8", "affine_min", "affine_min_fp8", "affine_zero")
 
 
 def group_quantize(
@@ -20,23 +21,31 @@ def group_quantize(
     group_size: int,
     *,
     axis: str = "channels",
+    packing: str = "bits",
+    clip_ratio: float = 1.0,
     backend: str | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Quantizes each group of FP32 [N, S, D], S > 0, on its own; the last group may be shorter.
 
     Returns the packed tensors and the number of metadata values that saturated, int64 [N]. With Q =
-    2^bits - 1 and G = ceil(D / group_size):
-    - "symmetric": `scale` E4M3 [N, S, G]; value s·q, |q| <= 2^(bits-1) - 1. Quant VideoGen.
+    2^bits - 1, Lq = 2^(bits-1) - 1 and G = ceil(D / group_size):
+    - "symmetric": `scale` E4M3 [N, S, G], at least 2^-9; value s·q, |q| <= Lq. Quant VideoGen.
+    - "symmetric_int8": the same levels with `scale_codes` uint8 [N, S, G] and `scale_base` FP16
+      [N], s = base·scale_code.
     - "affine_min": `scale`, `minimum` FP16 [N, S, G], or [N, ceil(S / group_size), D] for axis
-      "tokens"; value m + s·q. KIVI (arXiv 2402.02750).
+      "tokens"; value m + s·q. KIVI (arXiv 2402.02750). The ends of a group are taken times
+      clip_ratio (QuaRot, arXiv 2404.00456).
+    - "affine_min_fp8": the same with both in E4M3, the scale at least 2^-9. Quant VideoGen's
+      asymmetric option.
     - "affine_zero": `scale_codes` uint8 [N, S, G], `scale_base` FP16 [N], `zeros` uint8 [N,
       ceil(S·G·bits/8)]; value s·(q - z), s = base·scale_code. QuantWM (arXiv 2609.26425) eq. 1-2,
       App. D.1.
-    All with `codes` uint8 [N, S, ceil(D·bits/8)]. Codes always use the stored scale. Allocates a
-    few FP32 copies of x.
+    All with `codes` uint8 [N, S, packed_length(D, bits, packing)]; packing "trits" is for the three
+    levels of a symmetric grid at 2 bits. Codes always use the stored scale. Other arguments than
+    the ones named for a grid keep their defaults. Allocates a few FP32 copies of x.
     """
     module = resolve("group_quantize", x.device, backend)
-    return module.group_quantize(x, grid, bits, group_size, axis)
+    return module.group_quantize(x, grid, bits, group_size, axis, packing, clip_ratio)
 
 
 def group_dequantize(
@@ -49,8 +58,11 @@ def group_dequantize(
     end: int,
     *,
     axis: str = "channels",
+    packing: str = "bits",
     backend: str | None = None,
 ) -> Tensor:
     """Values of the tokens start..end of what `group_quantize` made: new FP32 [N, end-start, D]."""
     module = resolve("group_quantize", tensors["codes"].device, backend)
-    return module.group_dequantize(tensors, grid, bits, group_size, head_dim, start, end, axis)
+    return module.group_dequantize(
+        tensors, grid, bits, group_size, head_dim, start, end, axis, packing
+    )

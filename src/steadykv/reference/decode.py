@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from .blocks import FP16_MAX, gather_rows
 from .group_quantize import group_dequantize
+from .hadamard import hadamard
+from .kmeans import centroid_values
 from .nonuniform import nonuniform_dequantize
 
 __all__ = ["decode_clustered", "decode_grouped", "decode_nonuniform"]
@@ -26,6 +28,7 @@ def decode_clustered(
     group_size: int,
     start: int,
     end: int,
+    packing: str = "bits",
 ) -> None:
     """See `steadykv.ops.decode`."""
     sparse = (
@@ -36,13 +39,19 @@ def decode_clustered(
     packed = {k: t.flatten(0, 1) for k, t in tensors.items() if k not in sparse}
     if sparse:
         packed.update(_dense_coefficients(tensors, packed["ids"].shape[0], packed["ids"].shape[2]))
-    centroids = packed["centroids"]
+    # FP32 before they are gathered: casting 4,680 rows of 12 heads afterwards takes seven times as
+    # long for E4M3 (24 against 3.4 ms on a CPU core), and half as long again for BF16.
+    centroids = centroid_values(packed).float()
+    clusters = centroids.shape[2]
+    centroids = centroids.flatten(1, 2)  # the stages of a head one after the other
     for first, last in _token_blocks(out, start, end):
-        value = group_dequantize(packed, grid, bits, group_size, out.shape[-1], first, last)
         ids = packed["ids"][..., first:last].long()
-        base = gather_rows(centroids[:, 0], ids[:, 0]).float()
+        base = gather_rows(centroids, ids[:, 0])
         for stage in range(1, ids.shape[1]):
-            base += gather_rows(centroids[:, stage], ids[:, stage])
+            base += gather_rows(centroids, ids[:, stage] + stage * clusters)
+        value = group_dequantize(
+            packed, grid, bits, group_size, out.shape[-1], first, last, packing=packing
+        )
         value += base
         if "basis" in packed:
             _add_correction(value, packed, out.shape[1], first, last)
@@ -58,11 +67,17 @@ def decode_grouped(
     axis: str,
     start: int,
     end: int,
+    packing: str = "bits",
+    rotation: Sequence[int] = (),
 ) -> None:
     """See `steadykv.ops.decode`."""
     packed = {k: t.flatten(0, 1) for k, t in tensors.items()}
     for first, last in _token_blocks(out, start, end):
-        value = group_dequantize(packed, grid, bits, group_size, out.shape[-1], first, last, axis)
+        value = group_dequantize(
+            packed, grid, bits, group_size, out.shape[-1], first, last, axis, packing
+        )
+        if rotation:
+            value = hadamard(value, rotation)
         _store(value, out[:, :, first - start : last - start])
 
 

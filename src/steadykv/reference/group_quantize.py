@@ -1,4 +1,4 @@
-"""Definition: the three residual grids. Codes use the stored scale; halves round to even."""
+"""Definition: the residual grids. Codes use the stored scale; halves round to even."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .blocks import FP16_MAX
-from .pack import pack, unpack
+from .pack import pack, unpack, word_of
 
 __all__ = ["group_dequantize", "group_quantize"]
 
@@ -17,13 +17,19 @@ E4M3_TINY = 2.0**-9  # the smallest E4M3 number: a lower floor would round to a 
 
 
 def group_quantize(
-    x: Tensor, grid: str, bits: int, group_size: int, axis: str = "channels"
+    x: Tensor,
+    grid: str,
+    bits: int,
+    group_size: int,
+    axis: str = "channels",
+    packing: str = "bits",
+    clip_ratio: float = 1.0,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """See `steadykv.ops.group_quantize`."""
-    if grid == "symmetric":
-        return _symmetric(x, bits, group_size)
-    if grid == "affine_min":
-        return _affine_min(x, bits, group_size, -2 if axis == "tokens" else -1)
+    if grid in ("symmetric", "symmetric_int8"):
+        return _symmetric(x, grid, bits, group_size, packing)
+    if grid in ("affine_min", "affine_min_fp8"):
+        return _affine_min(x, grid, bits, group_size, -2 if axis == "tokens" else -1, clip_ratio)
     return _affine_zero(x, bits, group_size)
 
 
@@ -36,77 +42,84 @@ def group_dequantize(
     start: int,
     end: int,
     axis: str = "channels",
+    packing: str = "bits",
 ) -> Tensor:
     """See `steadykv.ops.group_quantize`."""
-    value = unpack(tensors["codes"][:, start:end], bits, head_dim, torch.float32)
-    if grid == "affine_min" and axis == "tokens":
+    value = unpack(tensors["codes"][:, start:end], bits, head_dim, torch.float32, packing)
+    if axis == "tokens":
         run = torch.arange(start, end, device=value.device) // group_size
         value *= tensors["scale"].index_select(1, run)
         return value.add_(tensors["minimum"].index_select(1, run))
-    if grid == "affine_zero":
-        groups = tensors["scale_codes"].shape[-1]
-        zero = _zeros_of(tensors["zeros"], bits, groups, start, end)
+    if "scale_codes" in tensors:
         scale = _affine_scale(tensors["scale_base"], tensors["scale_codes"][:, start:end])
-        for part, at in _groups(value, group_size, -1):
-            part -= zero[..., at, None]
-            part *= scale[..., at, None]
-        return value
-    scale = tensors["scale"][:, start:end].float()
-    if grid == "symmetric":
+    else:
+        scale = tensors["scale"][:, start:end].float()
+    minimum = zero = None
+    if grid in ("affine_min", "affine_min_fp8"):
+        minimum = tensors["minimum"][:, start:end].float()
+    elif grid == "affine_zero":
+        zero = _zeros_of(tensors["zeros"], bits, scale.shape[-1], start, end)
+    else:
         value -= 2 ** (bits - 1) - 1
     for part, at in _groups(value, group_size, -1):
+        if zero is not None:
+            part -= zero[..., at, None]
         part *= scale[..., at, None]
-        if grid == "affine_min":
-            part += tensors["minimum"][:, start:end, at, None]
+        if minimum is not None:
+            part += minimum[..., at, None]
     return value
 
 
-def _symmetric(x: Tensor, bits: int, group_size: int) -> tuple[dict[str, Tensor], Tensor]:
+def _symmetric(
+    x: Tensor, grid: str, bits: int, group_size: int, packing: str
+) -> tuple[dict[str, Tensor], Tensor]:
     top = 2 ** (bits - 1) - 1
     wanted = _reduce(x, group_size, -1, lambda part: part.abs().amax(-1)) / top
-    scale = wanted.clamp(E4M3_TINY, E4M3_MAX).to(torch.float8_e4m3fn)
+    metadata, scale, saturated = (
+        _int8_scales(wanted) if grid == "symmetric_int8" else _e4m3_scales(wanted)
+    )
+    divisor = _divisor(scale)
     codes = torch.empty_like(x, dtype=torch.uint8)
     for (part, at), (code, _) in zip(
         _groups(x, group_size, -1), _groups(codes, group_size, -1), strict=True
     ):
-        steps = (part / scale.float()[..., at, None]).round_().clamp_(-top, top)
-        code.copy_(steps.add_(top))
-    return {"codes": pack(codes, bits), "scale": scale}, (wanted > E4M3_MAX).sum((-2, -1))
+        code.copy_((part / divisor[..., at, None]).round_().clamp_(-top, top).add_(top))
+    return {"codes": pack(codes, bits, packing), **metadata}, saturated
 
 
 def _affine_min(
-    x: Tensor, bits: int, group_size: int, dim: int
+    x: Tensor, grid: str, bits: int, group_size: int, dim: int, clip_ratio: float
 ) -> tuple[dict[str, Tensor], Tensor]:
     top = 2**bits - 1
-    low = _reduce(x, group_size, dim, lambda part: part.amin(dim))
-    high = _reduce(x, group_size, dim, lambda part: part.amax(dim))
-    minimum, lost_minima = _to_float16(low)
-    scale, lost_scales = _to_float16((high - low) / top)
-    divisor = _divisor(scale.float())
+    low = _reduce(x, group_size, dim, lambda part: part.amin(dim)) * clip_ratio
+    high = _reduce(x, group_size, dim, lambda part: part.amax(dim)) * clip_ratio
+    if grid == "affine_min_fp8":
+        metadata, scale, lost_scales = _e4m3_scales((high - low) / top)
+        lost_minima = (low.abs() > E4M3_MAX).sum((-2, -1))
+        minimum = low.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    else:
+        minimum, lost_minima = _to_float16(low)
+        stored, lost_scales = _to_float16((high - low) / top)
+        metadata, scale = {"scale": stored}, stored.float()
+    offset, divisor = minimum.float(), _divisor(scale)
     codes = torch.empty_like(x, dtype=torch.uint8)
     for (part, at), (code, _) in zip(
         _groups(x, group_size, dim), _groups(codes, group_size, dim), strict=True
     ):
         m, s = (
-            t.narrow(dim, at.start, at.stop - at.start).unsqueeze(dim) for t in (minimum, divisor)
+            t.narrow(dim, at.start, at.stop - at.start).unsqueeze(dim) for t in (offset, divisor)
         )
-        code.copy_(((part - m.float()) / s).round_().clamp_(0, top))
-    return {
-        "codes": pack(codes, bits),
-        "scale": scale,
-        "minimum": minimum,
-    }, lost_minima + lost_scales
+        code.copy_((part - m).div_(s).round_().clamp_(0, top))
+    tensors = {"codes": pack(codes, bits), **metadata, "minimum": minimum}
+    return tensors, lost_minima + lost_scales
 
 
 def _affine_zero(x: Tensor, bits: int, group_size: int) -> tuple[dict[str, Tensor], Tensor]:
     top = 2**bits - 1
     low = _reduce(x, group_size, -1, lambda part: part.amin(-1)).clamp_(max=0)
     high = _reduce(x, group_size, -1, lambda part: part.amax(-1)).clamp_(min=0)
-    wanted = (high - low) / top
-    base, saturated = _to_float16(wanted.amax((-2, -1), keepdim=True) / 255)
-    steps = (wanted / _divisor(base.float())).round_().clamp_(1, 255)
-    scale_codes = steps.to(torch.uint8)
-    divisor = _divisor(_affine_scale(base[:, 0, 0], scale_codes))
+    metadata, scale, saturated = _int8_scales((high - low) / top)
+    divisor = _divisor(scale)
     zero = (-low / divisor).round_().clamp_(0, top)
     codes = torch.empty_like(x, dtype=torch.uint8)
     for (part, at), (code, _) in zip(
@@ -117,11 +130,24 @@ def _affine_zero(x: Tensor, bits: int, group_size: int) -> tuple[dict[str, Tenso
         )
     tensors = {
         "codes": pack(codes, bits),
-        "scale_codes": scale_codes,
-        "scale_base": base[:, 0, 0],
+        **metadata,
         "zeros": pack(zero.to(torch.uint8).flatten(1), bits),
     }
     return tensors, saturated
+
+
+def _e4m3_scales(wanted: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """What is stored of the scales [N, S, G], their FP32 values, and how many saturated."""
+    scale = wanted.clamp(E4M3_TINY, E4M3_MAX).to(torch.float8_e4m3fn)
+    return {"scale": scale}, scale.float(), (wanted > E4M3_MAX).sum((-2, -1))
+
+
+def _int8_scales(wanted: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """The same as steps of one FP16 base a head: the largest scale is 255 steps."""
+    base, saturated = _to_float16(wanted.amax((-2, -1), keepdim=True) / 255)
+    steps = (wanted / _divisor(base.float())).round_().clamp_(1, 255)
+    metadata = {"scale_codes": steps.to(torch.uint8), "scale_base": base[:, 0, 0]}
+    return metadata, _affine_scale(metadata["scale_base"], metadata["scale_codes"]), saturated
 
 
 def _affine_scale(base: Tensor, scale_codes: Tensor) -> Tensor:
@@ -131,12 +157,15 @@ def _affine_scale(base: Tensor, scale_codes: Tensor) -> Tensor:
 
 def _zeros_of(packed: Tensor, bits: int, groups: int, start: int, end: int) -> Tensor:
     """Zero points of the tokens start..end, FP32 [N, end-start, G], packed across tokens."""
-    per_byte = 8 // bits
-    first = start * groups // per_byte
-    last = -(-end * groups // per_byte)
-    codes = unpack(packed[:, first:last], bits, (last - first) * per_byte, torch.float32)
-    offset = start * groups - first * per_byte
-    return codes[:, offset : offset + (end - start) * groups].unflatten(1, (end - start, groups))
+    _, per_word, nbytes = word_of(bits)
+    first = start * groups // per_word
+    last = -(-end * groups // per_word)
+    offset = start * groups - first * per_word
+    count = (end - start) * groups
+    codes = unpack(
+        packed[:, first * nbytes : last * nbytes], bits, offset + count, dtype=torch.float32
+    )
+    return codes[:, offset:].unflatten(1, (end - start, groups))
 
 
 def _groups(x: Tensor, size: int, dim: int) -> Iterator[tuple[Tensor, slice]]:

@@ -2,26 +2,63 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
-from .blocks import gather_rows, row_blocks, to_bfloat16, tree_sum
+from .blocks import FP16_MAX, gather_rows, row_blocks, to_bfloat16, tree_sum
 
-__all__ = ["assign", "cluster_means", "gather_rows", "kmeans", "to_bfloat16"]
+__all__ = [
+    "assign",
+    "assign_centroids",
+    "centroid_values",
+    "cluster_means",
+    "gather_rows",
+    "kmeans",
+    "quantize_centroids",
+    "to_bfloat16",
+]
+
+E4M3_MAX = 448.0
 
 
 def kmeans(
-    x: Tensor, centroids: Tensor, iterations: int, with_ids: bool = True
+    x: Tensor, centroids: Tensor, iterations: int, with_ids: bool = True, rounded: bool = True
 ) -> tuple[Tensor | None, Tensor]:
     """See `steadykv.ops.kmeans`."""
     tokens = x.to(torch.bfloat16).float()
     means = centroids.float()
     for _ in range(iterations):
         means = cluster_means(x, assign(tokens, to_bfloat16(means)), means)
+    if not rounded:
+        return None, means
     final = to_bfloat16(means)
     # The last means moved the centroids, so ids are taken once more: stored ids and centroids
     # agree.
     return (assign(tokens, final) if with_ids else None), final
+
+
+def assign_centroids(x: Tensor, centroids: Tensor) -> Tensor:
+    """See `steadykv.ops.kmeans`."""
+    return assign(x.to(torch.bfloat16).float(), to_bfloat16(centroids))
+
+
+def quantize_centroids(means: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """See `steadykv.ops.kmeans`."""
+    wanted = means.abs().amax(-1) / E4M3_MAX
+    scale = wanted.clamp(max=FP16_MAX).to(torch.float16)
+    divisor = torch.where(scale == 0, torch.inf, scale.float())
+    # A scale that was rounded down leaves its largest entry a little above the last code.
+    codes = (means / divisor[..., None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    return {"centroids": codes, "centroid_scale": scale}, (wanted > FP16_MAX).sum(-1)
+
+
+def centroid_values(tensors: Mapping[str, Tensor]) -> Tensor:
+    """See `steadykv.ops.kmeans`."""
+    if "centroid_scale" not in tensors:
+        return tensors["centroids"]
+    return tensors["centroids"].float().mul_(tensors["centroid_scale"][..., None])
 
 
 def assign(tokens: Tensor, centroids: Tensor) -> Tensor:

@@ -11,7 +11,12 @@ __all__ = ["select_centroids"]
 
 
 def select_centroids(
-    x: Tensor, centroids: Tensor, weight: Tensor | None, candidates: int, group_size: int
+    x: Tensor,
+    centroids: Tensor,
+    weight: Tensor | None,
+    candidates: int,
+    group_size: int,
+    include_zero: bool = True,
 ) -> Tensor:
     """See `steadykv.ops.qsac`."""
     heads, rows, width = x.shape
@@ -25,7 +30,7 @@ def select_centroids(
             tokens, w = x[head, block], weight[head]
             near = _nearest(tokens, mu[head], w, candidates)
             residual = tokens[:, None] - mu[head][near]
-            best = _range_score(residual, w, group_size).argmin(-1, keepdim=True)
+            best = _range_score(residual, w, group_size, include_zero).argmin(-1, keepdim=True)
             ids[head, block] = near.gather(1, best)[:, 0]
     return ids
 
@@ -42,10 +47,13 @@ def _nearest(tokens: Tensor, mu: Tensor, w: Tensor, candidates: int) -> Tensor:
     return key.topk(candidates, largest=False).values & 0xFFFFFFFF
 
 
-def _range_score(residual: Tensor, w: Tensor, group_size: int) -> Tensor:
+def _range_score(residual: Tensor, w: Tensor, group_size: int, include_zero: bool) -> Tensor:
     """Eq. 12-14: sum_g (sum_{c in g} w_c) R_g^2, R_g the quantizer's own range, of [..., D]."""
     score = residual.new_zeros(residual.shape[:-1])
     for part, weights in zip(residual.split(group_size, -1), w.split(group_size), strict=True):
-        span = part.amax(-1).clamp_(min=0) - part.amin(-1).clamp_(max=0)
+        high, low = part.amax(-1), part.amin(-1)
+        if include_zero:
+            high, low = high.clamp_(min=0), low.clamp_(max=0)
+        span = high - low
         score += tree_sum(weights) * (span * span)
     return score

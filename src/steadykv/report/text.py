@@ -16,9 +16,13 @@ Row = Mapping[str, Any]
 
 TITLES = {
     "bf16": "BF16",
+    "rtn": "RTN",
+    "rtn_g16_sym": "RTN g16",
     "kivi": "KIVI",
     "kivi_recent": "KIVI recent",
+    "quarot": "QuaRot",
     "qvg": "QVG",
+    "qvg_pro": "QVG-Pro",
     "qvg4": "QVG4",
     "quantwm": "QuantWM",
     "kvquant": "KVQuant",

@@ -1,0 +1,84 @@
+"""`quarot` (arXiv 2404.00456): channels rotated by Hadamard blocks, then groups as in `rtn`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..errors import ShapeError
+from .base import Codec, Encoded, HeadInputs, Shape, TensorSpec
+
+__all__ = ["QuaRotCodec"]
+
+GRID = "affine_min"
+
+
+class QuaRotCodec(Codec):
+    """Y = X·Hd on grid `affine_min`, whose ends are clipped to `clip_ratio` of the group's.
+
+    The key/value part of QuaRot alone. Hd is orthonormal and its own inverse (`ops.hadamard`):
+    one block where head_dim is a power of two, else blocks of the largest power of two dividing
+    each width of `dim_splits`.
+
+    Decoding multiplies the decoded rows y by Hd again and returns the frame of the host. The paper
+    keeps keys rotated and rotates the queries too, which is equivalent: (q·Hd)·y = q·(y·Hd), as Hd
+    is symmetric and orthonormal, so the logits are the same. For values, weights·(Y·Hd) =
+    (weights·Y)·Hd: one rotation of the output. Both are up to the rounding of FP32.
+
+    Payload: `codes` uint8 [B, H, S, ceil(D·bits/8)]; `scale`, `minimum` FP16 [B, H, S, G], G =
+    ceil(D / group_size), of the rotated groups. Bits per element: bits + 32·G/D.
+    Error, unless the flag `saturated` counts: as Hd is orthonormal, a token's has the norm that it
+    has in the rotated frame. There, with the step s = clip_ratio·(max - min)/(2^bits - 1) of the
+    group, a channel is at most s/2 + (1 - clip_ratio)·max|y| + 2^-10·(max|y| + 2^bits·s) off, and
+    2^(bits-25) for numbers that small.
+    """
+
+    title = "QuaRot"
+    encode_copies = 3.6
+    decode_copies = 2.6
+
+    def layout(self, shape: Shape, compensated: bool) -> dict[str, TensorSpec]:
+        """See `Codec.layout`. Raises ShapeError where `dim_splits` do not add up to D."""
+        batch, heads, tokens, width = shape
+        if sum(self._widths(width)) != width:
+            raise ShapeError(
+                f"head_dim is {width}: expected {sum(self.config.dim_splits)}, the sum of "
+                f"dim_splits {self.config.dim_splits}"
+            )
+        groups = -(-width // self.config.group_size)
+        metadata = TensorSpec((batch, heads, tokens, groups), torch.float16)
+        row = ops.packed_length(width, self.config.bits)
+        codes = TensorSpec((batch, heads, tokens, row), torch.uint8)
+        return {"codes": codes, "scale": metadata, "minimum": metadata}
+
+    def encode(self, x: Tensor, inputs: HeadInputs) -> Encoded:
+        """See `Codec.encode`."""
+        config = self.config
+        rotated = ops.hadamard(x, self._widths(x.shape[-1]))
+        tensors, saturated = ops.group_quantize(
+            rotated, GRID, config.bits, config.group_size, clip_ratio=config.clip_ratio
+        )
+        return Encoded(tensors, {"saturated": saturated})
+
+    def decode(
+        self, tensors: Mapping[str, Tensor], shape: Shape, out: Tensor, start: int, end: int
+    ) -> None:
+        """See `Codec.decode`."""
+        config = self.config
+        ops.decode_grouped(
+            tensors,
+            out,
+            GRID,
+            config.bits,
+            config.group_size,
+            "channels",
+            start,
+            end,
+            rotation=self._widths(shape[-1]),
+        )
+
+    def _widths(self, head_dim: int) -> tuple[int, ...]:
+        return self.config.dim_splits or (head_dim,)
