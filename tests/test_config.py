@@ -275,7 +275,7 @@ def test_parse_method() -> None:
 
 
 def test_a_side_may_change_fields() -> None:
-    config = parse_method("quantwm@rank=4,retain=always,warm_start=false : qvg4@group_size=32")
+    config = parse_method("quantwm@rank=4+retain=always+warm_start=false : qvg4@group_size=32")
     assert config.keys == CodecConfig("quantwm", rank=4, retain="always", warm_start=False)
     assert config.values == CodecConfig("qvg4", group_size=32)
     assert config.name.startswith("quantwm@rank=4")
@@ -295,7 +295,7 @@ def test_defaults_give_way_to_what_a_side_names() -> None:
     [
         ("qvg@", "FIELD=VALUE"),
         ("qvg@rank", "FIELD=VALUE"),
-        ("qvg@seed=1,seed=2", "each field once"),
+        ("qvg@seed=1+seed=2", "each field once"),
         ("qvg@rank=4", "rank"),
         ("qvg@bits=two", "bits"),
         ("qvg@centroids=0", "centroids"),

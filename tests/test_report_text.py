@@ -43,7 +43,7 @@ def test_the_sentence_follows_the_numbers(best: str, worst: str) -> None:
 
 
 def test_titles_carry_what_was_changed() -> None:
-    assert text.method_title("quantwm@rank=4,candidates=1") == "QuantWM rank=4 candidates=1"
+    assert text.method_title("quantwm@rank=4+candidates=1") == "QuantWM rank=4 candidates=1"
     assert text.method_title("qvg@bits=4:bf16") == "QVG bits=4 : BF16"
 
 

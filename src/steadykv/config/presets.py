@@ -50,7 +50,7 @@ def parse_method(text: str, /, **defaults: Any) -> CacheConfig:
     """A preset, or "keys:values": the key codec of one preset and the value codec of another.
 
     "quantwm:bf16" packs the keys only. Either side may change fields after an "@", as in
-    "quantwm@rank=4,candidates=1" or "qvg@group_size=32:bf16". `defaults` are codec fields that are
+    "quantwm@rank=4+candidates=1" or "qvg@group_size=32:bf16". `defaults` are codec fields that are
     set first, wherever a codec reads them. The result is named `text`.
     Raises ConfigError for an unknown preset or field, a value that does not fit, and two policies.
     """
@@ -77,12 +77,12 @@ def _side(text: str, defaults: dict[str, Any]) -> CacheConfig:
     if not at:
         return config
     overrides: dict[str, Any] = {}
-    for change in changes.split(","):
+    for change in changes.split("+"):
         field, equals, value = (part.strip() for part in change.partition("="))
         if not (field and equals and value) or field in overrides:
             raise ConfigError(
                 f"{text!r}: got {change!r}, expected FIELD=VALUE, each field once; "
-                "separate several with commas"
+                "separate several with '+'"
             )
         if field in ("keys", "values", "policy", "name"):
             raise ConfigError(f"{text!r}: {field} cannot be set here: expected a codec's field")

@@ -45,12 +45,12 @@ NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight",
 def method_title(method: str) -> str:
     """How a method is called in the report: "quantwm:bf16" becomes "QuantWM : BF16".
 
-    Changed fields follow the name: "qvg@stages=2,bits=4" becomes "QVG stages=2 bits=4".
+    Changed fields follow the name: "qvg@stages=2+bits=4" becomes "QVG stages=2 bits=4".
     """
 
     def title(side: str) -> str:
         name, _, changes = side.partition("@")
-        return " ".join([TITLES.get(name, name), *changes.split(",")]).rstrip()
+        return " ".join([TITLES.get(name, name), *changes.split("+")]).rstrip()
 
     return " : ".join(title(side) for side in method.split(":"))
 
