@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 import steadykv
+from steadykv.cli.ablate import ablate
 from steadykv.cli.capture import capture
 from steadykv.cli.compare import compare
 from steadykv.cli.demo import demo
@@ -23,6 +24,7 @@ app.command()(demo)
 app.command()(compare)
 app.command()(capture)
 app.command()(tensors)
+app.command()(ablate)
 app.command()(env)
 
 

@@ -1,0 +1,88 @@
+"""`steadykv ablate`: one question of the papers, answered by a comparison of its caches."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from steadykv.cli.common import (
+    checked_device,
+    checked_methods,
+    command_text,
+    new_file,
+    new_folder,
+    progress_bar,
+)
+from steadykv.cli.compare import BATCH
+from steadykv.cli.options import Centroids, Device, Frames, Json, Out, Walks, World
+from steadykv.evaluation.ablations import ABLATIONS, ablation
+
+
+def ablate(
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(help=f"One of: {' '.join(ABLATIONS)}.")],
+    episodes: Annotated[int, typer.Option(min=1, help="Held-out walks, from the first on.")] = 8,
+    seeds: Annotated[int, typer.Option(min=1, help="Noise seeds a walk.")] = 1,
+    frames: Frames = 24,
+    centroids: Centroids = 32,
+    device: Device = "cpu",
+    batch: Annotated[
+        int | None, typer.Option(min=1, help="Rollouts that run together (default: by device).")
+    ] = None,
+    out: Out = None,
+    rows: Annotated[
+        Path | None, typer.Option(help="Also write one CSV row a method to this new file.")
+    ] = None,
+    world: World = None,
+    walks: Walks = None,
+    json: Json = False,
+) -> None:
+    """Answer one question of the papers: its caches side by side, differences with intervals."""
+    with progress_bar() as advance:
+        chosen = ablation(name)
+        plans = [{"span_chunks": 2, **group.policy} for group in chosen.groups]
+        names = [
+            checked_methods(group.methods, policy, centroids, chosen.paired)
+            for group, policy in zip(chosen.groups, plans, strict=True)
+        ]
+        folder = new_folder(out, f"ablate-{name}")
+        table = None if rows is None else new_file(rows, "--rows")
+        place = checked_device(device)
+        import torch
+
+        from steadykv.cli.session import Session
+        from steadykv.evaluation.results import write_csv
+
+        options: dict[str, Any] = {
+            "centroids": centroids,
+            "max_batch": batch or BATCH[place.type],
+            "paired_against": chosen.paired,
+        }
+        finished, all_rows = [], []
+        for group, policy, methods in zip(chosen.groups, plans, names, strict=True):
+            session = Session(
+                folder=folder if len(chosen.groups) == 1 else folder / group.label,
+                methods=methods,
+                episodes=episodes,
+                seeds=range(seeds),
+                frames=frames,
+                device=place,
+                dtype=torch.bfloat16 if place.type == "cuda" else torch.float32,
+                policy=policy,
+                options=options,
+                command=command_text(context.obj),
+                as_json=json,
+                world_file=world,
+                walks_file=walks,
+            )
+            result = session.run(advance)
+            finished.append((session, result))
+            all_rows += [{"ablation": name, "group": group.label, **row} for row in result.rows]
+            if table is not None:
+                write_csv(table, all_rows)
+    if not json:
+        print(f"{chosen.question} ({chosen.source})")
+    for session, result in finished:
+        session.show(result)
