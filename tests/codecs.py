@@ -106,6 +106,11 @@ CASES = [
     CodecCase("quantwm_rank_0", CodecConfig("quantwm", centroids=16, rank=0), (12, 14.5)),
     CodecCase("quantwm_auto", CodecConfig("quantwm", centroids=16, coef_layout="auto"), (12.3, 15)),
     CodecCase("quantwm_always", CodecConfig("quantwm", centroids=16, retain="always"), (12.3, 15)),
+    CodecCase("steady", CodecConfig("steady", centroids=16), (13.1, 14.6)),
+    CodecCase("steady_cold", CodecConfig("steady", centroids=16), (12, 14.5), is_warmed=False),
+    CodecCase("steady_4bit", CodecConfig("steady", bits=4, centroids=16), (26.4, 27.7)),
+    CodecCase("steady_rank_0", CodecConfig("steady", centroids=16, rank=0), (12, 12.7)),
+    CodecCase("steady_damping_1", CodecConfig("steady", centroids=16, damping=1), (13.1, 14.6)),
 ]
 KEY = SpanKey(layer=3, tensor="key", span=2)
 

@@ -20,9 +20,14 @@ from steadykv.config import (
 )
 from steadykv.errors import ConfigError, ShapeError
 
-BUDGETS = json.loads((Path(__file__).parent / "data" / "expected_bits.json").read_text())
+DATA = Path(__file__).parent / "data"
+BUDGETS = json.loads((DATA / "expected_bits.json").read_text())
+# Our own rows, from the formulas of the methods: first `steady` at the same spans, then parameters
+# that the papers vary.
+VARIANTS = json.loads((DATA / "expected_bits_variants.json").read_text())
 # What another spelling of the defaults would say in the budget table.
 GRIDS = {"qvg": "symmetric", "qvg4": "affine_zero", "quantwm": "affine_zero", "kivi": "affine_min"}
+GRIDS["steady"] = GRIDS["quantwm"]
 
 
 def config_of(row: dict[str, Any]) -> CacheConfig:
@@ -36,7 +41,7 @@ def config_of(row: dict[str, Any]) -> CacheConfig:
 
 @pytest.mark.parametrize(
     "row",
-    [row for row in BUDGETS if row["method"] in METHODS],
+    [row for row in BUDGETS if row["method"] in METHODS] + VARIANTS,
     ids=lambda row: f"{row['method']}-{row['H']}x{row['S']}x{row['D']}",
 )
 def test_bit_budgets(row: dict[str, Any]) -> None:
@@ -46,11 +51,12 @@ def test_bit_budgets(row: dict[str, Any]) -> None:
     assert config.values.payload_nbytes(*shape) == row["bytes_V"]
     assert config.payload_nbytes(*shape) == row["bytes_K"] + row["bytes_V"]
     assert config.bits_per_element(*shape) == pytest.approx(row["bits_per_element"], rel=1e-14)
-    assert config == preset(row["method"]), "the table holds the defaults"
+    if row in BUDGETS:
+        assert config == preset(row["method"]), "the table holds the defaults"
 
 
 def test_the_budget_table_covers_every_packed_method() -> None:
-    assert {row["method"] for row in BUDGETS} >= set(METHODS) - {"bf16"}
+    assert {row["method"] for row in BUDGETS + VARIANTS} >= set(METHODS) - {"bf16"}
 
 
 def test_rates_of_the_embedded_model() -> None:
@@ -90,6 +96,21 @@ def test_rates_of_the_embedded_model() -> None:
         {"method": "quantwm", "first_span": "mine"},
         {"method": "quantwm", "candidates": 0},
         {"method": "quantwm", "rank": -1},
+        {"method": "quantwm", "metric": "euclidean"},
+        {"method": "qvg4", "metric": "full"},
+        {"method": "quantwm", "damping": 0.2},
+        {"method": "steady", "damping": 0.0},
+        {"method": "steady", "damping": 1e4},
+        {"method": "steady", "damping": float("nan")},
+        {"method": "steady", "damping": True},
+        {"method": "steady", "damping": "0.1"},
+        {"method": "qvg", "warm_start": "centroids"},
+        {"method": "qvg", "reseed_empty": 1},
+        {"method": "qvg", "refit": "yes"},
+        {"method": "kivi", "refit": True},
+        {"method": "qvg", "include_zero": False},
+        {"method": "qvg", "scale_search": True},
+        {"method": "quantwm", "scale_search": True},
     ],
     ids=str,
 )
@@ -128,13 +149,15 @@ def test_cache_config_takes_configs() -> None:
 def test_presets() -> None:
     assert preset("quantwm").keys.method == "quantwm"
     assert preset("quantwm").values == preset("qvg4").values == CodecConfig("qvg4")
+    assert preset("steady").keys == CodecConfig("steady", damping=0.1)
+    assert preset("steady").values == CodecConfig("qvg4")
     assert preset("kivi").keys == CodecConfig("kivi", group_size=32, axis="tokens")
     assert preset("kivi").values == CodecConfig("kivi", group_size=32, axis="channels")
     assert preset("kivi").policy.recent_keep == 0
     assert preset("kivi_recent").policy.recent_keep == 1
     assert all(preset(name).name == name for name in PRESETS)
     needing = {name for name in PRESETS if preset(name).needs_queries}
-    assert needing == {"quantwm"}
+    assert needing == {"quantwm", "steady"}
 
 
 def test_overrides_reach_the_codecs_that_read_them() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from steadykv.cache.policy import TokenRange
-from steadykv.codecs import Payload
+from steadykv.codecs import Payload, WarmStart
 
 __all__ = ["Segment", "TensorStore", "nbytes_of", "part_of"]
 
@@ -97,7 +97,7 @@ class TensorStore:
     def clear(self) -> None:
         """Release everything."""
         self.segments: list[Segment] = []
-        self._warm: Tensor | None = None
+        self._warm: WarmStart | None = None
         self._warm_tokens = 0
 
     def heads_first(self, tensor: Tensor) -> Tensor:
@@ -152,12 +152,14 @@ class TensorStore:
 
     # --- warm start ---------------------------------------------------------------------------
 
-    def remember_centroids(self, payload: Payload) -> None:
+    def remember(self, payload: Payload, with_ids: bool) -> None:
         """Let the next span of equal length start from this payload's centroids (no copy)."""
-        self._warm, self._warm_tokens = payload.centroids, payload.shape[2]
+        self._warm, self._warm_tokens = None, payload.shape[2]
+        if payload.centroids is not None:
+            self._warm = WarmStart(payload.centroids, payload.tensors["ids"] if with_ids else None)
 
-    def warm_centroids(self, tokens: int) -> Tensor | None:
-        """BF16 [B, H, T, C, D] of the previous span; None (cold) where the length differs."""
+    def warm_start(self, tokens: int) -> WarmStart | None:
+        """What the previous span left; None (cold) where the length differs."""
         return self._warm if tokens == self._warm_tokens else None
 
     # --- reading ------------------------------------------------------------------------------
@@ -196,21 +198,23 @@ class TensorStore:
         for segment in self.segments:
             for name, nbytes in segment.parts.items():
                 parts[name] = parts.get(name, 0) + nbytes
-        if orphaned := self._orphaned_nbytes:
-            parts["centroids"] = parts.get("centroids", 0) + orphaned
+        for name, nbytes in self._orphaned.items():
+            parts[name] = parts.get(name, 0) + nbytes
         return parts
 
     @property
     def nbytes(self) -> int:
         """Bytes of all storages that this store keeps alive."""
-        return sum(segment.nbytes for segment in self.segments) + self._orphaned_nbytes
+        held = sum(segment.nbytes for segment in self.segments)
+        return held + sum(self._orphaned.values())
 
     @property
-    def _orphaned_nbytes(self) -> int:
-        """Bytes of warm-start centroids whose span has left the window."""
+    def _orphaned(self) -> dict[str, int]:
+        """Bytes, by part, of a warm start whose span has left the window."""
         if self._warm is None:
-            return 0
+            return {}
         payloads = (segment.payload for segment in reversed(self.segments))
-        if any(p is not None and p.centroids is self._warm for p in payloads):
-            return 0
-        return nbytes_of(self._warm)
+        if any(p is not None and p.centroids is self._warm.centroids for p in payloads):
+            return {}
+        kept = self._warm._asdict()
+        return {name: nbytes_of(tensor) for name, tensor in kept.items() if tensor is not None}

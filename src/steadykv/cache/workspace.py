@@ -2,9 +2,9 @@
 
 The ledger's peak is built from these, because asking an allocator would count the host's tensors
 too. The factors of a method (`Codec.encode_copies`, `decode_copies`) are FP32 copies of the tokens
-that one pass handles. They are measured allocations plus a few percent
-(`tests/test_cache_memory.py` holds them to it, from both sides); memory inside LAPACK or cuBLAS is
-not seen.
+that one pass handles, `Codec.encode_blocks` are row blocks. They are measured allocations plus a
+few percent (`tests/test_cache_memory.py` holds them to it, from both sides); memory inside LAPACK
+or cuBLAS is not seen.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ from steadykv.config import METHODS, CodecConfig
 from steadykv.reference.blocks import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES
 
 __all__ = ["decode_workspace_nbytes", "encode_workspace_nbytes"]
+
+# FP32 copies of the tokens while NaN and Inf are replaced: both, |x|, and masks of a byte each.
+_CLEANING_COPIES = 2.8
 
 # While distances to centroids are computed block by block: FP32 copies of the tokens, blocks of
 # k-means (one number a token and centroid), blocks of a candidate search (one a channel as well),
@@ -50,12 +53,14 @@ def encode_workspace_nbytes(
         + _CENTROID_COPIES * 4 * rows * centroids * head_dim
         + blocks
     )
-    copies = CODECS[codec.method].encode_copies * rows * row
+    method = CODECS[codec.method]
+    rounding = method.encode_copies * rows * row + method.encode_blocks * min(largest, rows * row)
+    rounding = max(rounding, _CLEANING_COPIES * rows * row)
     moments = _MOMENT_COPIES * 4 * rows * head_dim**2 if compensated else 0
     clusters = "centroids" in METHODS[codec.method]
     # Several passes are joined at the end: the payload's parts and the whole live side by side.
     parts = codec.payload_nbytes(*shape, compensated) if rows < batch * heads else 0
-    return int(max(copies, clustering if clusters else 0) + moments + parts)
+    return int(max(rounding, clustering if clusters else 0) + moments + parts)
 
 
 def decode_workspace_nbytes(segments: Iterable[Segment]) -> int:

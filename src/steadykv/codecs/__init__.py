@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from ..config import CodecConfig
 from ..errors import ShapeError
-from .base import Codec, Shape, SpanKey, TensorSpec
+from .base import Codec, Shape, SpanKey, TensorSpec, WarmStart
 from .dense import BF16Codec
 from .encoder import encode
 from .kivi import KIVICodec
@@ -20,6 +20,7 @@ from .quantwm import QuantWMCodec
 from .query_moment import QueryMoment
 from .qvg import QVGCodec
 from .qvg4 import QVG4Codec
+from .steady import SteadyCodec
 
 __all__ = [
     "CODECS",
@@ -29,6 +30,7 @@ __all__ = [
     "QueryMoment",
     "SpanKey",
     "TensorSpec",
+    "WarmStart",
     "codec_for",
     "decode",
     "encode",
@@ -41,6 +43,7 @@ CODECS: dict[str, type[Codec]] = {
     "qvg": QVGCodec,
     "qvg4": QVG4Codec,
     "quantwm": QuantWMCodec,
+    "steady": SteadyCodec,
 }
 
 

@@ -9,7 +9,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ __all__ = [
     "Shape",
     "SpanKey",
     "TensorSpec",
+    "WarmStart",
 ]
 
 Shape = tuple[int, int, int, int]
@@ -39,6 +40,8 @@ FLAGS = {
     "weight_active": torch.uint8,
     "psac_active": torch.uint8,
     "psac_failed": torch.uint8,
+    "feedback_active": torch.uint8,
+    "feedback_failed": torch.uint8,
 }
 
 
@@ -72,12 +75,25 @@ class SpanKey:
         return torch.Generator("cpu").manual_seed(zlib.crc32(text.encode()))
 
 
+class WarmStart(NamedTuple):
+    """What the k-means of a span may start from: the span before it.
+
+    centroids: BF16 [B, H, T, C, D]. ids: uint8 or uint16 [B, H, T, S] of its tokens, to start from
+    the means of the new tokens at the same places; None to start from the centroids themselves.
+    """
+
+    centroids: Tensor
+    ids: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class HeadInputs:
     """What an encoder may use beside the tokens, for the N heads of one pass.
 
     moment: FP32 [N, D, D] query second moment, or None. count: int64 [N] queries in it, or None.
     initial_centroids: [N, T, C_eff, D] to start k-means from, or None for a cold start.
+    initial_ids: [N, T, S], to start from the means of the tokens under these ids instead; the
+    centroids are then those of empty clusters.
     span_key: seeds the cold start.
     """
 
@@ -85,6 +101,7 @@ class HeadInputs:
     moment: Tensor | None = None
     count: Tensor | None = None
     initial_centroids: Tensor | None = None
+    initial_ids: Tensor | None = None
 
 
 @dataclass
@@ -99,17 +116,21 @@ class Codec(ABC):
     """One method with its configuration. Subclasses hold no state beside it.
 
     title: how the method is called in print.
+    flags: the names of `FLAGS` that its payloads carry.
     needs_queries: whether it gets better with the query moment. is_dense: whether it stores 16-bit
     numbers as they are, so that nothing is gained by packing.
     encode_copies, decode_copies: upper bounds of what encoding and decoding allocate beside their
-    results, in FP32 copies of the tokens of one pass (measured, plus a few percent). The defaults
-    are those of the most demanding method.
+    results, in FP32 copies of the tokens of one pass (measured, plus a few percent). encode_blocks:
+    the same, in row blocks of rounding, for encoding. The defaults are those of the most demanding
+    method.
     """
 
     title: ClassVar[str]
+    flags: ClassVar[tuple[str, ...]] = ("nonfinite", "saturated")
     needs_queries: ClassVar[bool] = False
     is_dense: ClassVar[bool] = False
     encode_copies: ClassVar[float] = 4.6
+    encode_blocks: ClassVar[float] = 0.0
     decode_copies: ClassVar[float] = 3.4
 
     def __init__(self, config: CodecConfig) -> None:

@@ -11,7 +11,16 @@ from torch import Tensor
 from .. import ops
 from ..config import CodecConfig
 from ..errors import ConfigError, ShapeError
-from .base import FLAGS, WORKSPACE_BYTES, Codec, Encoded, HeadInputs, Shape, SpanKey
+from .base import (
+    FLAGS,
+    WORKSPACE_BYTES,
+    Codec,
+    Encoded,
+    HeadInputs,
+    Shape,
+    SpanKey,
+    WarmStart,
+)
 from .payload import Payload
 from .query_moment import QueryMoment
 
@@ -25,7 +34,7 @@ def encode(
     config: CodecConfig,
     *,
     stats: QueryMoment | None = None,
-    warm: Payload | Tensor | None = None,
+    warm: Payload | WarmStart | Tensor | None = None,
     span_key: SpanKey | None = None,
     initial_centroids: Tensor | None = None,
 ) -> Payload:
@@ -34,14 +43,15 @@ def encode(
     x: FP16, BF16 or FP32 [B, H, S, D], any strides; NaN and Inf count as 0 (flag `nonfinite` counts
         them on the device). It is not changed and not kept.
     stats: queries seen so far, for codecs that use them; None or no queries is a cold start.
-    warm: payload of the span before (or its centroids [B, H, T, C, D]); starts k-means where
-        `config.warm_start` is set and the geometry is the same, and is ignored otherwise.
+    warm: payload of the span before, or its `WarmStart`, or its centroids [B, H, T, C, D]; starts
+        k-means where `config.warm_start` is set and the geometry is the same, and is ignored
+        otherwise. `warm_start="ids"` needs more than the centroids.
     span_key: layer, tensor and span, which seed a cold start.
     initial_centroids: [B, H, T, min(C, S), D], overrides `warm` and the cold start.
 
     Batch rows and heads are independent: encoding two rows together gives the bytes of encoding
     each alone.
-    Allocates the payload and a workspace of about five FP32 copies of as many heads as fit in
+    Allocates the payload and a workspace of about three FP32 copies of as many heads as fit in
     `base.WORKSPACE_BYTES` (one head at least). Raises ShapeError; ConfigError for another kind of
     `config`.
     """
@@ -60,10 +70,10 @@ def encode(
     start = _start_centroids(codec, shape, warm, initial_centroids)
     if not x.numel():
         return _empty(codec, shape, x.device)
-    inputs = HeadInputs(
-        span_key=span_key or SpanKey(),
-        initial_centroids=None if start is None else start.to(x.device).flatten(0, 1),
-    )
+    inputs = HeadInputs(span_key or SpanKey())
+    if start is not None:
+        given = (None if t is None else t.to(x.device).flatten(0, 1) for t in start)
+        inputs = HeadInputs(inputs.span_key, None, None, *given)
     if config.needs_queries and stats is not None and stats.has_queries:
         inputs = replace(inputs, moment=stats.moment.flatten(0, 1), count=stats.count.flatten(0, 1))
     with ops.full_precision(x.device):
@@ -77,9 +87,9 @@ def encode(
 def _encode_heads(codec: Codec, x: Tensor, heads: slice, inputs: HeadInputs) -> Encoded:
     """Encodes some of the N = B·H heads from a clean FP32 copy."""
     rows, nonfinite = ops.replace_nonfinite(_head_rows(x, heads))
-    given = (inputs.moment, inputs.count, inputs.initial_centroids)
-    moment, count, start = (None if t is None else t[heads] for t in given)
-    encoded = codec.encode(rows, HeadInputs(inputs.span_key, moment, count, start))
+    whole = (inputs.moment, inputs.count, inputs.initial_centroids, inputs.initial_ids)
+    given = (None if t is None else t[heads] for t in whole)
+    encoded = codec.encode(rows, HeadInputs(inputs.span_key, *given))
     encoded.flags["nonfinite"] = nonfinite
     return encoded
 
@@ -116,8 +126,7 @@ def _join(parts: list[dict[str, Tensor]], batch: int, heads: int) -> dict[str, T
 def _empty(codec: Codec, shape: Shape, device: torch.device) -> Payload:
     layout = codec.layout(shape, compensated=False)
     tensors = {k: torch.empty(s.shape, dtype=s.dtype, device=device) for k, s in layout.items()}
-    names = FLAGS if codec.config.needs_queries else ("nonfinite", "saturated")
-    flags = {name: torch.zeros(shape[:2], dtype=FLAGS[name], device=device) for name in names}
+    flags = {n: torch.zeros(shape[:2], dtype=FLAGS[n], device=device) for n in codec.flags}
     return Payload(codec.config, shape, tensors, flags)
 
 
@@ -149,26 +158,39 @@ def _check_moment(stats: QueryMoment, x: Tensor) -> None:
 
 
 def _start_centroids(
-    codec: Codec, shape: Shape, warm: Payload | Tensor | None, initial: Tensor | None
-) -> Tensor | None:
-    """Centroids to start from [B, H, T, C_eff, D], or None for a cold start."""
-    if not isinstance(warm, Payload | Tensor | None):
+    codec: Codec,
+    shape: Shape,
+    warm: Payload | WarmStart | Tensor | None,
+    initial: Tensor | None,
+) -> WarmStart | None:
+    """Centroids [B, H, T, C_eff, D], and ids, to start from; None for a cold start."""
+    if not isinstance(warm, Payload | WarmStart | Tensor | None):
         raise ShapeError(f"warm is a {type(warm).__name__}: expected a Payload or its centroids")
     if not isinstance(initial, Tensor | None):
         raise ShapeError(f"initial_centroids is a {type(initial).__name__}: expected a Tensor")
-    layout = codec.layout(shape, compensated=False).get("centroids")
-    if layout is None:
+    layout = codec.layout(shape, compensated=False)
+    if "centroids" not in layout:
         return None
+    wanted, kind = layout["centroids"].shape, codec.config.warm_start
     if initial is not None:
-        if tuple(initial.shape) != layout.shape:
-            raise ShapeError(
-                f"initial_centroids are {tuple(initial.shape)}: expected {layout.shape}"
-            )
-        return initial
-    if not codec.config.warm_start or warm is None:
+        if tuple(initial.shape) != wanted:
+            raise ShapeError(f"initial_centroids are {tuple(initial.shape)}: expected {wanted}")
+        return WarmStart(initial)
+    if not kind or warm is None:
         return None
     if isinstance(warm, Payload):
-        if warm.shape != shape:
+        if warm.shape != shape or warm.centroids is None:
             return None
-        warm = warm.centroids
-    return warm if warm is not None and tuple(warm.shape) == layout.shape else None
+        warm = WarmStart(warm.centroids, warm.tensors.get("ids"))
+    elif isinstance(warm, Tensor):
+        warm = WarmStart(warm)
+    if tuple(warm.centroids.shape) != wanted:
+        return None
+    if kind != "ids":
+        return WarmStart(warm.centroids)
+    if warm.ids is None:
+        raise ShapeError(
+            "warm has no ids: expected a Payload or a WarmStart with ids, because warm_start is "
+            "'ids'; set warm_start=True to start from centroids"
+        )
+    return warm if tuple(warm.ids.shape) == layout["ids"].shape else None

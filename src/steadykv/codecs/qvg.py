@@ -23,7 +23,8 @@ class QVGCodec(Codec):
     """
 
     title = "QVG"
-    encode_copies = 3.8
+    encode_copies = 2.45
+    encode_blocks = 1.75
     decode_copies = 2.7
     grid = "symmetric"
     stages = 1
@@ -57,25 +58,62 @@ class QVGCodec(Codec):
 
     def encode(self, x: Tensor, inputs: HeadInputs) -> Encoded:
         """See `Codec.encode`."""
-        residual, all_ids, all_centroids = x, [], []
+        config = self.config
+        residual, clustered, all_ids, all_centroids = x, x, [], []
         for stage in range(self.stages):
             start = self.start_centroids(residual, inputs, stage)
-            ids, centroids = ops.kmeans(residual, start, self.config.iterations)
+            ids, centroids = ops.kmeans(
+                residual, start, config.iterations, reseed_empty=config.reseed_empty
+            )
             assert ids is not None
+            if config.refit:
+                clustered = residual  # what the last stage clusters
             residual = residual - ops.gather_centroids(centroids, ids)
             all_ids.append(ids)
             all_centroids.append(centroids)
-        tensors, saturated = ops.group_quantize(
-            residual, self.grid, self.config.bits, self.config.group_size
-        )
+        tensors, saturated = self.round(residual)
+        del residual
+        if config.refit:
+            all_centroids[-1] = self.refit(clustered, tensors, all_ids[-1], all_centroids[-1])
         tensors["ids"] = torch.stack(all_ids, 1).to(self.id_dtype)
         tensors["centroids"] = torch.stack(all_centroids, 1)
         return Encoded(tensors, {"saturated": saturated})
 
+    def round(self, residual: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Rounds FP32 [N, S, D] onto the grid; returns its tensors and the saturated values [N]."""
+        config = self.config
+        return ops.group_quantize(
+            residual,
+            self.grid,
+            config.bits,
+            config.group_size,
+            include_zero=config.include_zero,
+            scale_search=config.scale_search,
+        )
+
+    def refit(
+        self, x: Tensor, tensors: Mapping[str, Tensor], ids: Tensor, centroids: Tensor
+    ) -> Tensor:
+        """The centroids of x [N, S, D] that suit the rounded residual in `tensors`."""
+        return ops.refit_centroids(x, self.rounded(tensors, x), ids, centroids)
+
+    def rounded(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """The residual that a decoder will see: FP32 [N, S, D] like x."""
+        config, (_, tokens, width) = self.config, x.shape
+        return ops.group_dequantize(
+            tensors, self.grid, config.bits, config.group_size, width, 0, tokens
+        )
+
     def start_centroids(self, residual: Tensor, inputs: HeadInputs, stage: int) -> Tensor:
-        """Where k-means starts: given centroids, or the same distinct tokens in every head."""
+        """Where k-means starts: given centroids, means under given ids, or tokens.
+
+        Cold, the tokens are distinct, and the same in every head.
+        """
         if inputs.initial_centroids is not None:
-            return inputs.initial_centroids[:, stage]
+            given = inputs.initial_centroids[:, stage]
+            if inputs.initial_ids is None:
+                return given
+            return ops.cluster_means(residual, inputs.initial_ids[:, stage].long(), given.float())
         tokens = residual.shape[1]
         generator = inputs.span_key.generator(self.config.seed, stage)
         chosen = torch.randperm(tokens, generator=generator, device="cpu")[: self.config.centroids]

@@ -12,7 +12,13 @@ __all__ = ["METHODS", "VERSION", "CodecConfig", "check_fields", "check_int"]
 
 VERSION = 1
 
-_CLUSTERED = ("bits", "group_size", "centroids", "iterations", "warm_start", "seed")
+_CLUSTERED = (
+    "bits", "group_size", "centroids", "iterations", "warm_start", "reseed_empty", "refit", "seed",
+)  # fmt: skip
+_FOUR_LEVELS = (*_CLUSTERED, "include_zero")
+_QUERY_AWARE = (
+    *_FOUR_LEVELS, "candidates", "metric", "rank", "retain", "coef_layout", "first_span",
+)  # fmt: skip
 
 # Method -> the fields it reads. A field that a method does not read has to keep its default: a
 # setting that changes nothing would look like a result. (`bits` of bf16 is tolerated, so that one
@@ -21,13 +27,15 @@ METHODS: dict[str, tuple[str, ...]] = {
     "bf16": ("bits",),
     "kivi": ("bits", "group_size", "axis"),
     "qvg": _CLUSTERED,
-    "qvg4": _CLUSTERED,
-    "quantwm": (*_CLUSTERED, "candidates", "rank", "retain", "coef_layout", "first_span"),
+    "qvg4": (*_FOUR_LEVELS, "scale_search"),
+    "quantwm": _QUERY_AWARE,
+    "steady": (*_QUERY_AWARE, "damping"),
 }
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "bits": (2, 4),
     "axis": ("channels", "tokens"),
+    "metric": ("diagonal", "full"),
     "retain": ("row", "always"),
     "coef_layout": ("dense", "auto"),
     "first_span": ("paper", "own"),
@@ -43,10 +51,24 @@ _RANGES: dict[str, tuple[int, int]] = {
     "seed": (0, (1 << 63) - 1),
 }
 
+_SWITCHES = ("reseed_empty", "refit", "include_zero", "scale_search")
+
+# Inclusive bounds of numbers that may be fractions. Below a damping of 1e-3 the inverse of a moment
+# of one direction loses what FP32 eigenvectors can tell; above 1e3 nothing is fed back any more.
+_FRACTIONS: dict[str, tuple[float, float]] = {
+    "damping": (1e-3, 1e3),
+}
+
 
 def check_int(owner: str, name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"{owner}.{name} is {value!r}: expected an integer from {low} to {high}")
+
+
+def check_fraction(owner: str, name: str, value: Any, low: float, high: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:
+        raise ConfigError(f"{owner}.{name} is {value!r}: expected a number from {low} to {high}")
 
 
 def check_fields(cls: type, data: dict[str, Any]) -> dict[str, Any]:
@@ -70,21 +92,30 @@ def check_fields(cls: type, data: dict[str, Any]) -> dict[str, Any]:
 class CodecConfig:
     """How one tensor is packed. See `METHODS` for the fields that each method reads.
 
-    method: "bf16", "kivi", "qvg", "qvg4" or "quantwm".
+    method: "bf16", "kivi", "qvg", "qvg4", "quantwm" or "steady".
     bits: bits of one residual code, 2 or 4.
     group_size: elements that share a scale: channels, or tokens for kivi with axis "tokens".
     axis: kivi only; "tokens" (one scale a channel and run of tokens, for keys) or "channels" (for
     values).
     centroids: cluster means per head and span (capped by the span's tokens).
     iterations: k-means iterations before the final assignment; fixed, without a convergence test.
-    warm_start: start from the centroids of the span before, if its geometry is the same.
+    warm_start: start from the span before, if its geometry is the same: True from its centroids,
+    "ids" from the means of the new tokens that stand where the members of its clusters stood.
+    reseed_empty: an empty cluster takes the token that is farthest from its centroid.
+    refit: move the centroids once more when the codes are known, for heads that gain by it.
+    include_zero: whether the range of a group reaches to zero; off, one-signed groups are cut off.
+    scale_search: try smaller scales for each group and keep the one of the least squared error.
     candidates: nearest centroids that compete on quantization range (QSAC).
+    metric: of the distance in which those are nearest: "diagonal" weighs channels (eq. 10), "full"
+    uses the whole query moment (table 10).
     rank: query directions in which the key error is stored (PSAC); 0 turns PSAC off.
     retain: "row" keeps a correction only where it lowers the query-weighted error, "always" keeps
     all.
     coef_layout: "dense" (size known beforehand) or "auto" (the smaller of dense and sparse; syncs
     the host).
     first_span: "paper" (no query statistics in the first span) or "own" (those of its own passes).
+    damping: steady only; what is added to the diagonal of the feedback's moment, in units of its
+    mean. Less feeds back more of each error.
     seed: of the private generator that draws cold-start centroids.
     """
 
@@ -94,12 +125,18 @@ class CodecConfig:
     axis: str = "channels"
     centroids: int = 256
     iterations: int = 2
-    warm_start: bool = True
+    warm_start: bool | str = True
+    reseed_empty: bool = False
+    refit: bool = False
+    include_zero: bool = True
+    scale_search: bool = False
     candidates: int = 4
+    metric: str = "diagonal"
     rank: int = 8
     retain: str = "row"
     coef_layout: str = "dense"
     first_span: str = "paper"
+    damping: float = 0.1
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -113,10 +150,17 @@ class CodecConfig:
                 )
         for name, (low, high) in _RANGES.items():
             check_int("CodecConfig", name, getattr(self, name), low, high)
-        if not isinstance(self.warm_start, bool):
+        for name, bounds in _FRACTIONS.items():
+            check_fraction("CodecConfig", name, getattr(self, name), *bounds)
+        if not isinstance(self.warm_start, bool) and self.warm_start != "ids":
             raise ConfigError(
-                f"CodecConfig.warm_start is {self.warm_start!r}: expected True or False"
+                f"CodecConfig.warm_start is {self.warm_start!r}: expected True, False or 'ids'"
             )
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(
+                    f"CodecConfig.{name} is {getattr(self, name)!r}: expected True or False"
+                )
         for item in fields(self):
             name = item.name
             if name == "method" or name in METHODS[self.method]:

@@ -21,6 +21,7 @@ PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qvg": ({"method": "qvg"}, {"method": "qvg"}, {}),
     "qvg4": ({"method": "qvg4"}, {"method": "qvg4"}, {}),
     "quantwm": ({"method": "quantwm"}, {"method": "qvg4"}, {}),
+    "steady": ({"method": "steady"}, {"method": "qvg4"}, {}),
 }
 
 

@@ -24,7 +24,17 @@ __all__ = ["BACKENDS", "OPS", "explain", "resolve", "use_backend"]
 VARIABLE = "STEADYKV_BACKEND"
 
 # One module a name, under the same name, in every backend's folder.
-OPS = ("decode", "finite", "group_quantize", "kmeans", "pack", "psac", "qsac", "query_moment")
+OPS = (
+    "decode",
+    "feedback_rounding",
+    "finite",
+    "group_quantize",
+    "kmeans",
+    "pack",
+    "psac",
+    "qsac",
+    "query_moment",
+)
 
 # Backend (= folder) in automatic order -> a function of (op, device) that returns why it cannot
 # serve, or None.

@@ -20,6 +20,8 @@ def group_quantize(
     group_size: int,
     *,
     axis: str = "channels",
+    include_zero: bool = True,
+    scale_search: bool = False,
     backend: str | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Quantizes each group of FP32 [N, S, D], S > 0, on its own; the last group may be shorter.
@@ -32,11 +34,16 @@ def group_quantize(
     - "affine_zero": `scale_codes` uint8 [N, S, G], `scale_base` FP16 [N], `zeros` uint8 [N,
       ceil(S·G·bits/8)]; value s·(q - z), s = base·scale_code. QuantWM (arXiv 2609.26425) eq. 1-2,
       App. D.1.
-    All with `codes` uint8 [N, S, ceil(D·bits/8)]. Codes always use the stored scale. Allocates a
-    few FP32 copies of x.
+    All with `codes` uint8 [N, S, ceil(D·bits/8)]. Codes always use the stored scale. Allocates the
+    codes, a byte each, and row blocks ("affine_min": a few FP32 copies of x).
+
+    Only for "affine_zero": without `include_zero` a range is that of the numbers alone, so that the
+    zero point, which stays 0 to 2^bits - 1, cuts off most of a group of one sign. `scale_search`
+    also tries 0.9, 0.8, 0.7 and 0.6 times the range of each group, with the zero point of each, and
+    keeps what leaves the least squared error (ties: the wider); the base is that of the range.
     """
     module = resolve("group_quantize", x.device, backend)
-    return module.group_quantize(x, grid, bits, group_size, axis)
+    return module.group_quantize(x, grid, bits, group_size, axis, include_zero, scale_search)
 
 
 def group_dequantize(

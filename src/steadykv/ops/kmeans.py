@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .dispatch import resolve
 
-__all__ = ["gather_centroids", "kmeans"]
+__all__ = ["cluster_means", "gather_centroids", "kmeans", "refit_centroids"]
 
 
 def kmeans(
@@ -15,6 +15,7 @@ def kmeans(
     iterations: int,
     *,
     with_ids: bool = True,
+    reseed_empty: bool = False,
     backend: str | None = None,
 ) -> tuple[Tensor | None, Tensor]:
     """Clusters the tokens of each head, from the given centroids.
@@ -22,12 +23,36 @@ def kmeans(
     x: FP32 [N, S, D], contiguous, S > 0. centroids: float [N, C, D].
     Returns ids int64 [N, S] (None without `with_ids`) and the centroids, BF16 [N, C, D]; ids belong
     to these rounded centroids. Ties go to the lowest index, an empty cluster keeps its centroid,
-    means are summed in token order.
+    means are summed in token order. With `reseed_empty` the n-th empty cluster of an iteration (by
+    index) takes the token of its head that is n-th farthest from its centroid (ties: first token).
     Allocates a BF16-rounded copy of x, the means, and distances of one row block.
     Quant VideoGen (arXiv 2602.02958) Sec. 4, with the rounding stated here.
     """
     module = resolve("kmeans", x.device, backend)
-    return module.kmeans(x, centroids, iterations, with_ids)
+    return module.kmeans(x, centroids, iterations, with_ids, reseed_empty)
+
+
+def cluster_means(
+    x: Tensor, ids: Tensor, previous: Tensor, *, backend: str | None = None
+) -> Tensor:
+    """FP32 means [N, C, D] of the members of each cluster, added in token order.
+
+    x: FP32 [N, S, D]. ids: int64 [N, S]. previous: FP32 [N, C, D], kept by empty clusters.
+    """
+    return resolve("kmeans", x.device, backend).cluster_means(x, ids, previous)
+
+
+def refit_centroids(
+    x: Tensor, residual: Tensor, ids: Tensor, centroids: Tensor, *, backend: str | None = None
+) -> Tensor:
+    """The centroids that fit best once the codes of the residual are fixed.
+
+    x: FP32 [N, S, D], what was clustered. residual: FP32 [N, S, D], decoded. ids: int64 [N, S].
+    centroids: BF16 [N, C, D]. mu_j becomes the mean of x - residual over its members, rounded to
+    BF16; empty clusters stay. A head whose squared error |x - (mu + residual)|^2 would not fall
+    keeps all its centroids. Returns new BF16 [N, C, D]. Allocates an FP32 copy of one head.
+    """
+    return resolve("kmeans", x.device, backend).refit_centroids(x, residual, ids, centroids)
 
 
 def gather_centroids(centroids: Tensor, ids: Tensor, *, backend: str | None = None) -> Tensor:

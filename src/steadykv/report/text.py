@@ -21,6 +21,7 @@ TITLES = {
     "qvg": "QVG",
     "qvg4": "QVG4",
     "quantwm": "QuantWM",
+    "steady": "Steady",
     FLOOR: "noise floor",
 }
 
