@@ -15,14 +15,17 @@ import torch
 
 from steadykv.cache.segments import Segment
 from steadykv.codecs import CODECS
-from steadykv.codecs.base import WORKSPACE_BYTES
+from steadykv.codecs.base import GPU_WORKSPACE_BYTES, WORKSPACE_BYTES
 from steadykv.config import METHODS, CodecConfig
 from steadykv.reference.blocks import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES
+from steadykv.reference.decode import BLOCK_BYTES
 
 __all__ = ["decode_workspace_nbytes", "encode_workspace_nbytes"]
 
-# FP32 copies of the tokens while NaN and Inf are replaced: both, |x|, and masks of a byte each.
-_CLEANING_COPIES = 2.8
+# FP32 copies of the tokens while NaN and Inf are replaced, before and after; and row blocks, of |x|
+# and of masks of a byte an element.
+_CLEANING_COPIES = 2.0
+_CLEANING_BLOCKS = 1.8
 
 # While distances to centroids are computed block by block: FP32 copies of the tokens, blocks of
 # k-means (one number a token and centroid), blocks of a candidate search (one a channel as well),
@@ -42,9 +45,11 @@ def encode_workspace_nbytes(
     """Bytes that encoding a [B, H, S, D] span takes besides source and payload."""
     batch, heads, tokens, head_dim = shape
     row = 4 * tokens * head_dim
-    rows = max(1, min(batch * heads, WORKSPACE_BYTES // max(1, row)))
+    on_cpu = device.type == "cpu"
+    budget = WORKSPACE_BYTES if on_cpu else GPU_WORKSPACE_BYTES
+    rows = max(1, min(batch * heads, budget // max(1, row)))
     centroids = min(codec.centroids, tokens)
-    largest = CPU_BLOCK_BYTES if device.type == "cpu" else GPU_BLOCK_BYTES
+    largest = CPU_BLOCK_BYTES if on_cpu else GPU_BLOCK_BYTES
     blocks = _KMEANS_BLOCKS * min(largest, 4 * tokens * centroids)
     if "candidates" in METHODS[codec.method]:
         blocks = max(blocks, _SEARCH_BLOCKS * min(largest, 4 * tokens * centroids * head_dim))
@@ -55,12 +60,12 @@ def encode_workspace_nbytes(
     )
     method = CODECS[codec.method]
     rounding = method.encode_copies * rows * row + method.encode_blocks * min(largest, rows * row)
-    rounding = max(rounding, _CLEANING_COPIES * rows * row)
+    cleaning = _CLEANING_COPIES * rows * row + _CLEANING_BLOCKS * min(largest, row)
     moments = _MOMENT_COPIES * 4 * rows * head_dim**2 if compensated else 0
     clusters = "centroids" in METHODS[codec.method]
     # Several passes are joined at the end: the payload's parts and the whole live side by side.
     parts = codec.payload_nbytes(*shape, compensated) if rows < batch * heads else 0
-    return int(max(rounding, clustering if clusters else 0) + moments + parts)
+    return int(max(cleaning, rounding, clustering if clusters else 0) + moments + parts)
 
 
 def decode_workspace_nbytes(segments: Iterable[Segment]) -> int:
@@ -72,5 +77,5 @@ def _decode(segment: Segment) -> int:
     if segment.payload is None:
         return 0
     batch, heads, tokens, head_dim = segment.payload.shape
-    block = min(WORKSPACE_BYTES, 4 * batch * heads * tokens * head_dim)
+    block = min(BLOCK_BYTES, 4 * batch * heads * tokens * head_dim)
     return int(CODECS[segment.payload.config.method].decode_copies * block)

@@ -13,6 +13,7 @@ from ..config import CodecConfig
 from ..errors import ConfigError, ShapeError
 from .base import (
     FLAGS,
+    GPU_WORKSPACE_BYTES,
     WORKSPACE_BYTES,
     Codec,
     Encoded,
@@ -77,7 +78,7 @@ def encode(
     if config.needs_queries and stats is not None and stats.has_queries:
         inputs = replace(inputs, moment=stats.moment.flatten(0, 1), count=stats.count.flatten(0, 1))
     with ops.full_precision(x.device):
-        passes = [_encode_heads(codec, x, heads, inputs) for heads in _head_groups(shape)]
+        passes = [_encode_heads(codec, x, heads, inputs) for heads in _head_groups(shape, x.device)]
         tensors = codec.finish(_join([p.tensors for p in passes], batch, heads), shape)
         flags = _join([p.flags for p in passes], batch, heads)
     ordered = {name: tensors[name] for name in codec.stored_layout(shape, tensors)}
@@ -108,9 +109,10 @@ def _head_rows(x: Tensor, heads: slice) -> Tensor:
     return rows
 
 
-def _head_groups(shape: Shape) -> Iterator[slice]:
+def _head_groups(shape: Shape, device: torch.device) -> Iterator[slice]:
     batch, heads, tokens, width = shape
-    step = max(1, WORKSPACE_BYTES // (4 * tokens * width))
+    budget = WORKSPACE_BYTES if device.type == "cpu" else GPU_WORKSPACE_BYTES
+    step = max(1, budget // (4 * tokens * width))
     for first in range(0, batch * heads, step):
         yield slice(first, min(first + step, batch * heads))
 

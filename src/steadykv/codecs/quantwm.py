@@ -69,15 +69,14 @@ class QuantWMCodec(QVG4Codec):
             include_zero=config.include_zero,
         )
         subspace = self.subspace(inputs, flags)
-        residual = x - ops.gather_centroids(centroids, ids)
+        residual = ops.subtract_centroids(x, centroids, ids)
         tensors, saturated = self.round_keys(residual, inputs, subspace, flags)
         del residual
         if config.refit:
             centroids = self.refit(x, tensors, ids, centroids)
         if subspace is not None:
-            decoded = self.rounded(tensors, x)
-            decoded += ops.gather_centroids(centroids, ids)
-            error = torch.sub(x, decoded, out=decoded)
+            rounded = self.rounded(tensors, x)
+            error = ops.subtract_centroids(x, centroids, ids, rounded=rounded)
             coefficients, lost = self.compensate(error, inputs, subspace)
             tensors.update(coefficients)
             saturated = saturated + lost

@@ -68,7 +68,7 @@ class QVGCodec(Codec):
             assert ids is not None
             if config.refit:
                 clustered = residual  # what the last stage clusters
-            residual = residual - ops.gather_centroids(centroids, ids)
+            residual = ops.subtract_centroids(residual, centroids, ids)
             all_ids.append(ids)
             all_centroids.append(centroids)
         tensors, saturated = self.round(residual)

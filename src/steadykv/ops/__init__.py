@@ -5,7 +5,7 @@ from .dispatch import BACKENDS, OPS, explain, use_backend
 from .feedback_rounding import feedback_factor, feedback_quantize
 from .finite import replace_nonfinite
 from .group_quantize import group_dequantize, group_quantize
-from .kmeans import cluster_means, gather_centroids, kmeans, refit_centroids
+from .kmeans import cluster_means, gather_centroids, kmeans, refit_centroids, subtract_centroids
 from .pack import pack, packed_length, unpack
 from .precision import full_precision
 from .psac import compensate, query_subspace
@@ -37,6 +37,7 @@ __all__ = [
     "refit_centroids",
     "replace_nonfinite",
     "select_centroids",
+    "subtract_centroids",
     "unpack",
     "use_backend",
 ]

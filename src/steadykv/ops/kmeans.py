@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .dispatch import resolve
 
-__all__ = ["cluster_means", "gather_centroids", "kmeans", "refit_centroids"]
+__all__ = ["cluster_means", "gather_centroids", "kmeans", "refit_centroids", "subtract_centroids"]
 
 
 def kmeans(
@@ -58,3 +58,20 @@ def refit_centroids(
 def gather_centroids(centroids: Tensor, ids: Tensor, *, backend: str | None = None) -> Tensor:
     """The centroid of each token: [N, C, D] and int64 [N, S] give a new [N, S, D]."""
     return resolve("kmeans", ids.device, backend).gather_rows(centroids, ids)
+
+
+def subtract_centroids(
+    x: Tensor,
+    centroids: Tensor,
+    ids: Tensor,
+    *,
+    rounded: Tensor | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """What the centroid of each token leaves: x - mu[id], or x - (mu[id] + rounded), in FP32.
+
+    x: FP32 [N, S, D]. centroids: BF16 [N, C, D]. ids: int64 [N, S]. rounded: FP32 [N, S, D], a
+    decoded residual; the result takes its place. Returns `rounded`, or a new [N, S, D]; allocates
+    row blocks beside it.
+    """
+    return resolve("kmeans", x.device, backend).subtract_centroids(x, centroids, ids, rounded)

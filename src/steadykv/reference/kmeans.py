@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from .blocks import gather_rows, row_blocks, to_bfloat16, tree_sum
 
-__all__ = ["assign", "cluster_means", "gather_rows", "kmeans", "refit_centroids", "to_bfloat16"]
+__all__ = [
+    "assign",
+    "cluster_means",
+    "gather_rows",
+    "kmeans",
+    "refit_centroids",
+    "subtract_centroids",
+    "to_bfloat16",
+]
 
 
 def kmeans(
@@ -67,19 +77,38 @@ def refit_centroids(x: Tensor, residual: Tensor, ids: Tensor, centroids: Tensor)
     return torch.where((after < before)[:, None, None], fitted, centroids)
 
 
+def subtract_centroids(
+    x: Tensor, centroids: Tensor, ids: Tensor, rounded: Tensor | None = None
+) -> Tensor:
+    """See `steadykv.ops.kmeans`."""
+    out = torch.empty_like(x) if rounded is None else rounded
+    for at, value in _values(x, centroids, ids, rounded):
+        torch.sub(x[at], value, out=out[at])
+    return out
+
+
 def _token_errors(
     x: Tensor, centroids: Tensor, ids: Tensor, residual: Tensor | None = None
 ) -> Tensor:
     """|x - (mu[id] + residual)|^2 of each token, FP32 [N, S], residual 0 by default."""
     errors = torch.empty_like(x[..., 0])
+    for at, value in _values(x, centroids, ids, residual):
+        errors[at] = tree_sum(value.sub_(x[at]).square_())
+    return errors
+
+
+def _values(
+    x: Tensor, centroids: Tensor, ids: Tensor, residual: Tensor | None
+) -> Iterator[tuple[tuple[int, slice], Tensor]]:
+    """mu[id] + residual in row blocks: (head, rows) and FP32 [rows, D]."""
     heads, rows, width = x.shape
     for head in range(heads):
-        for block in row_blocks(rows, 8 * width, x.device):
-            value = centroids[head].float()[ids[head, block]]
+        table = centroids[head].float()  # a mixed sum would make an FP32 copy of all tokens
+        for block in row_blocks(rows, 4 * width, x.device):
+            value = table.index_select(0, ids[head, block])
             if residual is not None:
                 value += residual[head, block]
-            errors[head, block] = tree_sum(value.sub_(x[head, block]).square_())
-    return errors
+            yield (head, block), value
 
 
 def cluster_means(x: Tensor, ids: Tensor, previous: Tensor) -> Tensor:
