@@ -15,6 +15,7 @@ from steadykv.codecs import Payload, QueryMoment, WarmStart, encode
 from steadykv.config import CodecConfig
 
 from .codecs import sample_moment, sample_tokens, sqnr
+from .conftest import poisoned_allocations
 
 
 def encoded_bytes(config: CodecConfig, shape: tuple[int, int, int, int]) -> int:
@@ -243,7 +244,8 @@ OPTIONS = [
 def test_options_keep_what_holds_for_every_codec(
     fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Batches, passes, blocks and threads change no byte; absurd numbers stay finite."""
+    """Batches, passes, blocks, threads and dirty memory change no byte; absurd numbers stay
+    finite, and zeros zero."""
     config = CodecConfig(centroids=16, **fields)
     x, former = sample_tokens(2, 3, 101, 80), sample_tokens(2, 3, 101, 80, seed=4)
     stats = sample_moment(x)
@@ -261,6 +263,16 @@ def test_options_keep_what_holds_for_every_codec(
         for name, tensor in alone.tensors.items():
             assert torch.equal(both.tensors[name][row, None].view(torch.uint8),
                                tensor.view(torch.uint8)), name  # fmt: skip
+    threads = torch.get_num_threads()
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            assert encode(x, config, stats=stats, warm=warm) == both
+    finally:
+        torch.set_num_threads(threads)
+    with poisoned_allocations() as poison:
+        assert encode(x, config, stats=stats, warm=warm) == both
+    assert poison.filled
     monkeypatch.setattr("steadykv.codecs.encoder.WORKSPACE_BYTES", 4 * 101 * 80)
     monkeypatch.setattr("steadykv.reference.blocks.CPU_BLOCK_BYTES", 4 * 17 * 80)
     assert encode(x, config, stats=stats, warm=warm) == both
