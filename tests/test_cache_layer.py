@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from steadykv.cache import KVCache, LayerCache
+from steadykv.codecs import Calibration
 from steadykv.config import PRESETS, preset
 from steadykv.errors import ShapeError
 from tests.cache_cases import (
@@ -193,8 +194,12 @@ def test_a_cache_is_a_sequence_of_layers():
 def test_presets_run_as_they_are():
     """Sizes at which no preset falls back to dense tokens."""
     generator = torch.Generator().manual_seed(0)
+    captured = torch.randn(1, 1, 1400, 64, generator=generator).bfloat16()
     for name in PRESETS:
-        cache = KVCache(1, 1, 64, 1400, preset(name))
+        config, calibration = preset(name), None
+        if config.needs_calibration:
+            calibration = Calibration.fit({(0, s): captured for s in ("key", "value")}, config)
+        cache = KVCache(1, 1, 64, 1400, config, calibration=calibration)
         for chunk in range(2):
             k, v, q = (torch.randn(1, 1400, 1, 64, generator=generator).bfloat16() for _ in "kvq")
             cache[0].write(k, v, 1400 * chunk)

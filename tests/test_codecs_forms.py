@@ -169,26 +169,31 @@ def test_means_are_rounded_once() -> None:
 
 
 @pytest.mark.parametrize("form", ["bf16", "fp8"])
-def test_a_store_remembers_centroids_as_they_are_stored(form: str) -> None:
+@pytest.mark.parametrize("with_ids", [False, True])
+def test_a_store_remembers_centroids_as_they_are_stored(form: str, with_ids: bool) -> None:
     x = sample_tokens(1, 2, 60, 32)
-    codec = config("qvg", centroid_format=form)
+    codec = config("qvg", centroid_format=form, warm_start="ids" if with_ids else True)
     payload = encode(x, codec)
     store = TensorStore("key", token_dim=2)
-    assert store.warm_centroids(60) is None
+    assert store.warm_start(60) is None
     store.append(Segment(0, 60, payload))
-    store.remember_centroids(payload)
-    warm = store.warm_centroids(60)
+    store.remember(payload, with_ids=with_ids)
+    warm = store.warm_start(60)
     assert warm is not None
-    assert torch.equal(warm, payload.centroids)
-    assert store.warm_centroids(61) is None
+    assert payload.centroids is not None
+    assert torch.equal(warm.centroids, payload.centroids)
+    assert (warm.ids is payload.tensors["ids"]) is with_ids
+    assert warm.ids is None or with_ids
+    assert store.warm_start(61) is None
     assert store.nbytes == store.segments[0].nbytes
     store.drop_where(lambda segment: True)  # the span leaves, what was remembered stays
     parts = payload.nbytes_by_part()
     expected = parts["centroids"] + parts.get("centroid_scale", 0)
-    assert store.parts == {"centroids": expected}
-    assert store.nbytes == expected
+    ids = {"ids": parts["ids"]} if with_ids else {}
+    assert store.parts == {"centroids": expected, **ids}
+    assert store.nbytes == sum(store.parts.values())
     store.clear()
-    assert store.warm_centroids(60) is None
+    assert store.warm_start(60) is None
     assert store.nbytes == 0
 
 

@@ -21,6 +21,12 @@ def given_error(heads: int = 2, tokens: int = 40, width: int = 48) -> tuple[Tens
     return x[0], sample_moment(x)
 
 
+def query_basis(moment: Tensor, count: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    """What PSAC stores of the strongest directions, and the two switches."""
+    vectors, _, active, failed = ops.query_subspace(moment, count, rank)
+    return vectors.to(torch.bfloat16), active, failed
+
+
 def weighted(error: Tensor, moment: Tensor) -> Tensor:
     """e^T M e of each row, FP64."""
     e, m = error.double(), moment.double()
@@ -110,7 +116,7 @@ def test_channel_weight() -> None:
 def test_basis_spans_the_strongest_directions() -> None:
     _, moment = given_error()
     m = moment.moment[0]
-    basis, active, failed = ops.query_basis(m, moment.count[0], 8)
+    basis, active, failed = query_basis(m, moment.count[0], 8)
     assert basis.dtype == torch.bfloat16
     assert basis.shape == (2, 48, 8)
     assert active.tolist() == [1, 1]
@@ -122,6 +128,10 @@ def test_basis_spans_the_strongest_directions() -> None:
     energy = ((m.double() @ u) * u).sum(1)
     values = torch.linalg.eigvalsh(m.double()).flip(-1)[:, :8]
     torch.testing.assert_close(energy, values, rtol=0.02, atol=1e-3)
+    vectors, energies, _, _ = ops.query_subspace(m, moment.count[0], 8)
+    assert (vectors.dtype, energies.dtype) == (torch.float32, torch.float32)
+    torch.testing.assert_close(energies.double(), values)
+    torch.testing.assert_close(m @ vectors, vectors * energies[:, None], rtol=1e-4, atol=1e-4)
     for head in range(2):
         for column in u[head].T:
             assert column[column.abs().argmax()] > 0
@@ -129,7 +139,7 @@ def test_basis_spans_the_strongest_directions() -> None:
 
 def test_a_column_whose_largest_entries_tie_takes_the_sign_of_the_first() -> None:
     vector = torch.tensor([0.0, -1.0, 1.0, 0.0])
-    basis, _, _ = ops.query_basis(torch.outer(vector, vector)[None], torch.tensor([1]), 1)
+    basis, _, _ = query_basis(torch.outer(vector, vector)[None], torch.tensor([1]), 1)
     assert basis[0, 1] > 0 > basis[0, 2]
 
 
@@ -139,7 +149,7 @@ def test_heads_without_queries_or_with_a_broken_moment_are_off() -> None:
     count[1] = 0
     m[2, 3, 4] = math.nan
     m[3, 0, 0] = math.inf
-    basis, active, failed = ops.query_basis(m, count, 8)
+    basis, active, failed = query_basis(m, count, 8)
     assert active.tolist() == [1, 0, 0, 0]
     assert failed.tolist() == [0, 0, 1, 1]
     assert not basis[1:].any()
@@ -160,9 +170,9 @@ def test_a_solver_that_does_not_converge_is_off(monkeypatch: pytest.MonkeyPatch)
             raise torch.linalg.LinAlgError("did not converge")
         return solve(m)
 
-    expected, _, _ = ops.query_basis(moment.moment[0], moment.count[0], 4)
+    expected, _, _ = query_basis(moment.moment[0], moment.count[0], 4)
     monkeypatch.setattr(torch.linalg, "eigh", stubborn)
-    basis, active, failed = ops.query_basis(moment.moment[0], moment.count[0], 4)
+    basis, active, failed = query_basis(moment.moment[0], moment.count[0], 4)
     assert active.tolist() == [1, 0, 1]
     assert failed.tolist() == [0, 1, 0]
     assert torch.equal(basis[[0, 2]], expected[[0, 2]])
@@ -171,7 +181,7 @@ def test_a_solver_that_does_not_converge_is_off(monkeypatch: pytest.MonkeyPatch)
 def test_kept_rows_lower_the_expected_logit_error() -> None:
     error, moment = given_error()
     m = moment.moment[0]
-    basis, _, _ = ops.query_basis(m, moment.count[0], 8)
+    basis, _, _ = query_basis(m, moment.count[0], 8)
     codes, scales, saturated = ops.compensate(error, basis, m, "row")
     assert (codes.dtype, scales.dtype) == (torch.int8, torch.float16)
     assert not saturated.any()
@@ -199,7 +209,7 @@ def test_rows_that_would_do_harm_are_dropped() -> None:
 
 def test_zero_error_needs_no_coefficients() -> None:
     error, moment = given_error()
-    basis, _, _ = ops.query_basis(moment.moment[0], moment.count[0], 8)
+    basis, _, _ = query_basis(moment.moment[0], moment.count[0], 8)
     codes, scales, _ = ops.compensate(torch.zeros_like(error), basis, moment.moment[0], "always")
     assert not codes.any()
     assert not scales.any()
@@ -209,7 +219,7 @@ def test_scales_of_coefficients_saturate_and_are_counted() -> None:
     error, moment = given_error()
     error = error / error.abs().amax()
     error[1, 7] *= 1e9
-    basis, _, _ = ops.query_basis(moment.moment[0], moment.count[0], 8)
+    basis, _, _ = query_basis(moment.moment[0], moment.count[0], 8)
     codes, scales, saturated = ops.compensate(error, basis, moment.moment[0], "always")
     assert saturated.tolist() == [0, 1]
     assert scales.isfinite().all()

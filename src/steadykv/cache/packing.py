@@ -48,7 +48,7 @@ def pack_span(
         store.heads_first(source.tensor),
         codec,
         stats=stats,
-        warm=store.warm_centroids(shape[2]) if codec.warm_start else None,
+        warm=store.warm_start(shape[2]) if codec.warm_start else None,
         span_key=span_key,
         calibration=calibration if codec.needs_calibration else None,
     )
@@ -57,5 +57,5 @@ def pack_span(
     meter.transient(packed.nbytes + workspace)
     store.replace([source], packed)
     if codec.warm_start:
-        store.remember_centroids(payload)
+        store.remember(payload, with_ids=codec.warm_start == "ids")
     return True

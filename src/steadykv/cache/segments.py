@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from steadykv.cache.policy import TokenRange
-from steadykv.codecs import Payload
+from steadykv.codecs import Payload, WarmStart
 from steadykv.ops import centroid_values
 
 __all__ = ["Segment", "TensorStore", "nbytes_of", "part_of"]
@@ -159,18 +159,23 @@ class TensorStore:
 
     # --- warm start ---------------------------------------------------------------------------
 
-    def remember_centroids(self, payload: Payload) -> None:
+    def remember(self, payload: Payload, with_ids: bool) -> None:
         """Let the next span of equal length start from this payload's centroids (no copy)."""
-        self._warm = {k: t for k, t in payload.tensors.items() if part_of(k) == "centroids"}
+        wanted = {"centroids", "ids"} if with_ids else {"centroids"}
+        has_clusters = "centroids" in payload.tensors
+        self._warm = {
+            k: t for k, t in payload.tensors.items() if has_clusters and part_of(k) in wanted
+        }
         self._warm_tokens = payload.shape[2]
 
-    def warm_centroids(self, tokens: int) -> Tensor | None:
-        """[B, H, T, C, D] of the previous span; None (cold) where the length differs.
+    def warm_start(self, tokens: int) -> WarmStart | None:
+        """What the previous span left; None (cold) where the length differs.
 
         BF16 centroids as they are, FP8 ones as new FP32.
         """
-        is_warm = bool(self._warm) and tokens == self._warm_tokens
-        return centroid_values(self._warm) if is_warm else None
+        if not self._warm or tokens != self._warm_tokens:
+            return None
+        return WarmStart(centroid_values(self._warm), self._warm.get("ids"))
 
     # --- reading ------------------------------------------------------------------------------
 
@@ -208,22 +213,26 @@ class TensorStore:
         for segment in self.segments:
             for name, nbytes in segment.parts.items():
                 parts[name] = parts.get(name, 0) + nbytes
-        if orphaned := self._orphaned_nbytes:
-            parts["centroids"] = parts.get("centroids", 0) + orphaned
+        for name, nbytes in self._orphaned.items():
+            parts[name] = parts.get(name, 0) + nbytes
         return parts
 
     @property
     def nbytes(self) -> int:
         """Bytes of all storages that this store keeps alive."""
-        return sum(segment.nbytes for segment in self.segments) + self._orphaned_nbytes
+        held = sum(segment.nbytes for segment in self.segments)
+        return held + sum(self._orphaned.values())
 
     @property
-    def _orphaned_nbytes(self) -> int:
-        """Bytes of warm-start centroids whose span has left the window."""
+    def _orphaned(self) -> dict[str, int]:
+        """Bytes, by part, of a warm start whose span has left the window."""
+        parts: dict[str, int] = {}
         if not self._warm:
-            return 0
+            return parts
         table = self._warm["centroids"]
         payloads = (segment.payload for segment in reversed(self.segments))
         if any(p is not None and p.tensors.get("centroids") is table for p in payloads):
-            return 0
-        return sum(map(nbytes_of, self._warm.values()))
+            return parts
+        for name, tensor in self._warm.items():
+            parts[part_of(name)] = parts.get(part_of(name), 0) + nbytes_of(tensor)
+        return parts

@@ -2,9 +2,9 @@
 
 The ledger's peak is built from these, because asking an allocator would count the host's tensors
 too. The factors of a method (`Codec.encode_copies`, `decode_copies`) are FP32 copies of the tokens
-that one pass handles. They are measured allocations plus a few percent
-(`tests/test_cache_memory.py` holds them to it, from both sides); memory inside LAPACK or cuBLAS is
-not seen.
+that one pass handles, `Codec.encode_blocks` are row blocks. They are measured allocations plus a
+few percent (`tests/test_cache_memory.py` holds them to it, from both sides); memory inside LAPACK
+or cuBLAS is not seen.
 """
 
 from __future__ import annotations
@@ -15,12 +15,17 @@ import torch
 
 from steadykv.cache.segments import Segment
 from steadykv.codecs import CODECS, codec_for
-from steadykv.codecs.base import WORKSPACE_BYTES
 from steadykv.codecs.encoder import heads_per_pass
 from steadykv.config import METHODS, CodecConfig
 from steadykv.reference.blocks import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES
+from steadykv.reference.decode import BLOCK_BYTES
 
 __all__ = ["decode_workspace_nbytes", "encode_workspace_nbytes"]
+
+# FP32 copies of the tokens while NaN and Inf are replaced, before and after; and row blocks, of |x|
+# and of masks of a byte an element.
+_CLEANING_COPIES = 2.0
+_CLEANING_BLOCKS = 2.05
 
 # While distances to centroids are computed block by block: FP32 copies of the tokens, blocks of
 # k-means (one number a token and centroid), blocks of a candidate search (one a channel as well),
@@ -41,7 +46,7 @@ def encode_workspace_nbytes(
     batch, heads, tokens, head_dim = shape
     row = 4 * tokens * head_dim
     method = codec_for(codec)
-    rows = max(1, min(batch * heads, heads_per_pass(method, shape)))
+    rows = max(1, min(batch * heads, heads_per_pass(method, shape, device)))
     centroids = min(codec.centroids, tokens)
     largest = CPU_BLOCK_BYTES if device.type == "cpu" else GPU_BLOCK_BYTES
     blocks = _KMEANS_BLOCKS * min(largest, 4 * tokens * centroids)
@@ -54,17 +59,20 @@ def encode_workspace_nbytes(
         + _CENTROID_COPIES * 4 * rows * centroids * head_dim
         + blocks
     )
-    copies = method.encode_copies * rows * row
-    copies += method.encode_block_copies * min(largest / 8, rows * row)
-    copies += method.encode_extra_nbytes((-(-rows // heads), heads, tokens, head_dim))
+    kept = residuals if codec.refit else 0  # what the last stage clusters is needed afterwards
+    rounding = (method.encode_copies + kept) * rows * row
+    rounding += method.encode_blocks * min(largest, rows * row)
+    rounding += method.encode_extra_nbytes((-(-rows // heads), heads, tokens, head_dim), largest)
+    cleaning = _CLEANING_COPIES * rows * row + _CLEANING_BLOCKS * min(largest, row)
     moments = _MOMENT_COPIES * 4 * rows * head_dim**2 if compensated else 0
     clusters = "centroids" in METHODS[codec.method]
     # Several passes are joined at the end: the payload's parts and the whole live side by side.
     parts = codec.payload_nbytes(*shape, compensated) if rows < batch * heads else 0
     # FP8 centroids of the span before are decoded to start from.
     warm = 4 * batch * heads * codec.stages * centroids * head_dim
-    warm *= codec.warm_start and codec.centroid_format == "fp8"
-    return int(max(copies, clustering if clusters else 0) + moments + parts + warm)
+    warm *= bool(codec.warm_start) and codec.centroid_format == "fp8"
+    work = max(cleaning, rounding, clustering if clusters else 0)
+    return int(work + moments + parts + warm)
 
 
 def decode_workspace_nbytes(segments: Iterable[Segment]) -> int:
@@ -76,8 +84,7 @@ def _decode(segment: Segment) -> int:
     if segment.payload is None:
         return 0
     batch, heads, tokens, head_dim = segment.payload.shape
-    codec = segment.payload.config
-    block = min(WORKSPACE_BYTES, 4 * batch * heads * tokens * head_dim)
+    block = min(BLOCK_BYTES, 4 * batch * heads * tokens * head_dim)
     centroids = segment.payload.tensors.get("centroids")
     tables = 0 if centroids is None else 4 * centroids.numel()  # in FP32
-    return int(CODECS[codec.method].decode_copies * block + tables)
+    return int(CODECS[segment.payload.config.method].decode_copies * block + tables)

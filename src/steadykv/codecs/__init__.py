@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from ..config import CodecConfig
 from ..errors import ShapeError
-from .base import Codec, Shape, SpanKey, TensorSpec
+from .base import Codec, Shape, SpanKey, TensorSpec, WarmStart
 from .calibration import Calibration
 from .dense import BF16Codec
 from .encoder import encode
@@ -24,6 +24,7 @@ from .query_moment import QueryMoment
 from .qvg import QVGCodec
 from .qvg4 import QVG4Codec
 from .rtn import RTNCodec
+from .steady import SteadyCodec
 
 __all__ = [
     "CODECS",
@@ -34,6 +35,7 @@ __all__ = [
     "QueryMoment",
     "SpanKey",
     "TensorSpec",
+    "WarmStart",
     "codec_for",
     "decode",
     "encode",
@@ -49,6 +51,7 @@ CODECS: dict[str, type[Codec]] = {
     "qvg4": QVG4Codec,
     "quantwm": QuantWMCodec,
     "kvquant": KVQuantCodec,
+    "steady": SteadyCodec,
 }
 
 

@@ -10,7 +10,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "FLAGS",
+    "GPU_WORKSPACE_BYTES",
     "WORKSPACE_BYTES",
     "Codec",
     "Encoded",
@@ -30,14 +31,17 @@ __all__ = [
     "Shape",
     "SpanKey",
     "TensorSpec",
+    "WarmStart",
     "check_trits",
 ]
 
 Shape = tuple[int, int, int, int]
 
-# FP32 bytes of the span that one pass of encode or decode holds at once. 64 MiB keeps a 4,680-token
-# layer of 12 heads in one pass (28.8 MB) and a 29,640-token head (15.2 MB) in groups of four.
-WORKSPACE_BYTES = 64 << 20
+# FP32 bytes of the tokens that one pass of encode works on; it takes about three times as much. On
+# the CPU the work is done head by head and block by block anyway, so larger passes gain no time: 8
+# MiB are three heads of 4,680 tokens (2.4 MB each). On a GPU, 64 MiB are a whole layer of them.
+WORKSPACE_BYTES = 8 << 20
+GPU_WORKSPACE_BYTES = 64 << 20
 
 FLAGS = {
     "nonfinite": torch.int64,
@@ -45,6 +49,8 @@ FLAGS = {
     "weight_active": torch.uint8,
     "psac_active": torch.uint8,
     "psac_failed": torch.uint8,
+    "feedback_active": torch.uint8,
+    "feedback_failed": torch.uint8,
 }
 
 
@@ -78,12 +84,26 @@ class SpanKey:
         return torch.Generator("cpu").manual_seed(zlib.crc32(text.encode()))
 
 
+class WarmStart(NamedTuple):
+    """What the k-means of a span may start from: the span before it.
+
+    centroids: BF16 or FP32 [B, H, T, C, D]. ids: uint8 or uint16 [B, H, T, S] of its tokens, to
+    start from the means of the new tokens at the same places; None to start from the centroids
+    themselves.
+    """
+
+    centroids: Tensor
+    ids: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class HeadInputs:
     """What an encoder may use beside the tokens, for the N heads of one pass.
 
     moment: FP32 [N, D, D] query second moment, or None. count: int64 [N] queries in it, or None.
     initial_centroids: [N, T, C_eff, D] to start k-means from, or None for a cold start.
+    initial_ids: [N, T, S], to start from the means of the tokens under these ids instead; the
+    centroids are then those of empty clusters.
     span_key: seeds the cold start.
     heads: H, for codecs that pool heads: N is a multiple of it.
     grid: levels and thresholds fixed beforehand, on the tokens' device, or None.
@@ -93,6 +113,7 @@ class HeadInputs:
     moment: Tensor | None = None
     count: Tensor | None = None
     initial_centroids: Tensor | None = None
+    initial_ids: Tensor | None = None
     heads: int = 1
     grid: CalibratedGrid | None = None
 
@@ -110,24 +131,25 @@ class Codec(ABC):
     """One method with its configuration. Subclasses hold no state beside it.
 
     title: how the method is called in print.
+    flags: the names of `FLAGS` that its payloads carry.
     needs_queries: whether it gets better with the query moment. is_dense: whether it stores 16-bit
     numbers as they are, so that nothing is gained by packing.
     pools_heads: whether statistics span the heads of a batch row: a pass then has whole rows, and
     permuting heads changes more than places.
     encode_copies, decode_copies: upper bounds of what encoding and decoding allocate beside their
-    results, in FP32 copies of the tokens of one pass (measured, plus a few percent). The defaults
-    are those of the most demanding method.
-    encode_block_copies: the same, in copies of those tokens or of an eighth of a reference block,
-    whichever is less: what ordering numbers by 64-bit keys takes.
+    results, in FP32 copies of the tokens of one pass (measured, plus a few percent). encode_blocks:
+    the same, in row blocks of rounding, for encoding. The defaults are those of the most demanding
+    method.
     """
 
     title: ClassVar[str]
+    flags: tuple[str, ...] = ("nonfinite", "saturated")
     needs_queries: ClassVar[bool] = False
     is_dense: ClassVar[bool] = False
     pools_heads: ClassVar[bool] = False
     encode_copies: ClassVar[float] = 4.6
+    encode_blocks: ClassVar[float] = 0.0
     decode_copies: ClassVar[float] = 3.4
-    encode_block_copies: ClassVar[float] = 0.0
 
     def __init__(self, config: CodecConfig) -> None:
         self.config = config
@@ -146,8 +168,11 @@ class Codec(ABC):
     ) -> None:
         """Writes tokens start..end into `out` [B, H, end - start, D], any strides and dtype."""
 
-    def encode_extra_nbytes(self, shape: Shape) -> int:
-        """Bytes that encoding takes beside all those copies, for a pass over [B, H, S, D]."""
+    def encode_extra_nbytes(self, shape: Shape, block_nbytes: int) -> int:
+        """Bytes that encoding takes beside all those copies, for a pass over [B, H, S, D].
+
+        block_nbytes: the largest row block of the device.
+        """
         return 0
 
     def finish(self, tensors: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:

@@ -11,7 +11,17 @@ from torch import Tensor
 from .. import ops
 from ..config import CodecConfig
 from ..errors import ConfigError, ShapeError
-from .base import FLAGS, WORKSPACE_BYTES, Codec, Encoded, HeadInputs, Shape, SpanKey
+from .base import (
+    FLAGS,
+    GPU_WORKSPACE_BYTES,
+    WORKSPACE_BYTES,
+    Codec,
+    Encoded,
+    HeadInputs,
+    Shape,
+    SpanKey,
+    WarmStart,
+)
 from .calibration import Calibration, grid_for
 from .payload import Payload
 from .query_moment import QueryMoment
@@ -26,7 +36,7 @@ def encode(
     config: CodecConfig,
     *,
     stats: QueryMoment | None = None,
-    warm: Payload | Tensor | None = None,
+    warm: Payload | WarmStart | Tensor | None = None,
     span_key: SpanKey | None = None,
     initial_centroids: Tensor | None = None,
     calibration: Calibration | None = None,
@@ -36,8 +46,9 @@ def encode(
     x: FP16, BF16 or FP32 [B, H, S, D], any strides; NaN and Inf count as 0 (flag `nonfinite` counts
         them on the device). It is not changed and not kept.
     stats: queries seen so far, for codecs that use them; None or no queries is a cold start.
-    warm: payload of the span before (or its centroids [B, H, T, C, D]); starts k-means where
-        `config.warm_start` is set and the geometry is the same, and is ignored otherwise.
+    warm: payload of the span before, or its `WarmStart`, or its centroids [B, H, T, C, D]; starts
+        k-means where `config.warm_start` is set and the geometry is the same, and is ignored
+        otherwise. `warm_start="ids"` needs more than the centroids.
     span_key: layer, tensor and span, which seed a cold start.
     initial_centroids: [B, H, T, min(C, S), D], overrides `warm` and the cold start.
     calibration: for configs with levels="calibrated", and only for them; has an entry for the layer
@@ -45,7 +56,7 @@ def encode(
 
     Batch rows are independent, and so are heads unless the method pools them by definition
     (kvquant): encoding two rows together gives the bytes of encoding each alone.
-    Allocates the payload and a workspace of about five FP32 copies of as many heads as fit in
+    Allocates the payload and a workspace of about three FP32 copies of as many heads as fit in
     `base.WORKSPACE_BYTES` (one head at least; a method that pools heads takes whole batch rows).
     Raises ShapeError; ConfigError for another kind of `config`; CalibrationError for a calibration
     that is missing, not asked for or made for something else.
@@ -67,16 +78,15 @@ def encode(
     grid = grid_for(calibration, config, key.layer, key.tensor, heads, shape[3])
     if not x.numel():
         return _empty(codec, shape, x.device)
-    inputs = HeadInputs(
-        span_key=key,
-        initial_centroids=None if start is None else start.to(x.device).flatten(0, 1),
-        heads=heads,
-        grid=None if grid is None else grid.to(x.device),
-    )
+    inputs = HeadInputs(key, heads=heads, grid=None if grid is None else grid.to(x.device))
+    if start is not None:
+        centroids, ids = (None if t is None else t.to(x.device).flatten(0, 1) for t in start)
+        inputs = replace(inputs, initial_centroids=centroids, initial_ids=ids)
     if config.needs_queries and stats is not None and stats.has_queries:
         inputs = replace(inputs, moment=stats.moment.flatten(0, 1), count=stats.count.flatten(0, 1))
     with ops.full_precision(x.device):
-        passes = [_encode_heads(codec, x, at, inputs) for at in _head_groups(codec, shape)]
+        groups = _head_groups(codec, shape, x.device)
+        passes = [_encode_heads(codec, x, at, inputs) for at in groups]
         tensors = {
             **_by_head(_join([p.tensors for p in passes]), batch, heads),
             **_join([p.row_tensors for p in passes]),
@@ -90,9 +100,9 @@ def encode(
 def _encode_heads(codec: Codec, x: Tensor, heads: slice, inputs: HeadInputs) -> Encoded:
     """Encodes some of the N = B·H heads from a clean FP32 copy."""
     rows, nonfinite = ops.replace_nonfinite(_head_rows(x, heads))
-    given = (inputs.moment, inputs.count, inputs.initial_centroids)
-    moment, count, start = (None if t is None else t[heads] for t in given)
-    mine = replace(inputs, moment=moment, count=count, initial_centroids=start)
+    whole = (inputs.moment, inputs.count, inputs.initial_centroids, inputs.initial_ids)
+    moment, count, start, ids = (None if t is None else t[heads] for t in whole)
+    mine = replace(inputs, moment=moment, count=count, initial_centroids=start, initial_ids=ids)
     encoded = codec.encode(rows, mine)
     encoded.flags["nonfinite"] = nonfinite
     return encoded
@@ -112,15 +122,16 @@ def _head_rows(x: Tensor, heads: slice) -> Tensor:
     return rows
 
 
-def heads_per_pass(codec: Codec, shape: Shape) -> int:
+def heads_per_pass(codec: Codec, shape: Shape, device: torch.device) -> int:
     """How many of the B·H heads one pass takes: what fits in the workspace, or else one unit."""
     _, heads, tokens, width = shape
     unit = heads if codec.pools_heads else 1
-    return unit * max(1, WORKSPACE_BYTES // max(1, 4 * unit * tokens * width))
+    budget = WORKSPACE_BYTES if device.type == "cpu" else GPU_WORKSPACE_BYTES
+    return unit * max(1, budget // max(1, 4 * unit * tokens * width))
 
 
-def _head_groups(codec: Codec, shape: Shape) -> Iterator[slice]:
-    total, step = shape[0] * shape[1], heads_per_pass(codec, shape)
+def _head_groups(codec: Codec, shape: Shape, device: torch.device) -> Iterator[slice]:
+    total, step = shape[0] * shape[1], heads_per_pass(codec, shape, device)
     for first in range(0, total, step):
         yield slice(first, min(first + step, total))
 
@@ -141,8 +152,7 @@ def _by_head(tensors: dict[str, Tensor], batch: int, heads: int) -> dict[str, Te
 def _empty(codec: Codec, shape: Shape, device: torch.device) -> Payload:
     layout = codec.layout(shape, compensated=False)
     tensors = {k: torch.empty(s.shape, dtype=s.dtype, device=device) for k, s in layout.items()}
-    names = FLAGS if codec.config.needs_queries else ("nonfinite", "saturated")
-    flags = {name: torch.zeros(shape[:2], dtype=FLAGS[name], device=device) for name in names}
+    flags = {n: torch.zeros(shape[:2], dtype=FLAGS[n], device=device) for n in codec.flags}
     return Payload(codec.config, shape, tensors, flags)
 
 
@@ -174,26 +184,39 @@ def _check_moment(stats: QueryMoment, x: Tensor) -> None:
 
 
 def _start_centroids(
-    codec: Codec, shape: Shape, warm: Payload | Tensor | None, initial: Tensor | None
-) -> Tensor | None:
-    """Centroids to start from [B, H, T, C_eff, D], or None for a cold start."""
-    if not isinstance(warm, Payload | Tensor | None):
+    codec: Codec,
+    shape: Shape,
+    warm: Payload | WarmStart | Tensor | None,
+    initial: Tensor | None,
+) -> WarmStart | None:
+    """Centroids [B, H, T, C_eff, D], and ids, to start from; None for a cold start."""
+    if not isinstance(warm, Payload | WarmStart | Tensor | None):
         raise ShapeError(f"warm is a {type(warm).__name__}: expected a Payload or its centroids")
     if not isinstance(initial, Tensor | None):
         raise ShapeError(f"initial_centroids is a {type(initial).__name__}: expected a Tensor")
-    layout = codec.layout(shape, compensated=False).get("centroids")
-    if layout is None:
+    layout = codec.layout(shape, compensated=False)
+    if "centroids" not in layout:
         return None
+    wanted, kind = layout["centroids"].shape, codec.config.warm_start
     if initial is not None:
-        if tuple(initial.shape) != layout.shape:
-            raise ShapeError(
-                f"initial_centroids are {tuple(initial.shape)}: expected {layout.shape}"
-            )
-        return initial
-    if not codec.config.warm_start or warm is None:
+        if tuple(initial.shape) != wanted:
+            raise ShapeError(f"initial_centroids are {tuple(initial.shape)}: expected {wanted}")
+        return WarmStart(initial)
+    if not kind or warm is None:
         return None
     if isinstance(warm, Payload):
-        if warm.shape != shape:
+        if warm.shape != shape or warm.centroids is None:
             return None
-        warm = warm.centroids
-    return warm if warm is not None and tuple(warm.shape) == layout.shape else None
+        warm = WarmStart(warm.centroids, warm.tensors.get("ids"))
+    elif isinstance(warm, Tensor):
+        warm = WarmStart(warm)
+    if tuple(warm.centroids.shape) != wanted:
+        return None
+    if kind != "ids":
+        return WarmStart(warm.centroids)
+    if warm.ids is None:
+        raise ShapeError(
+            "warm has no ids: expected a Payload or a WarmStart with ids, because warm_start is "
+            "'ids'; set warm_start=True to start from centroids"
+        )
+    return warm if tuple(warm.ids.shape) == layout["ids"].shape else None

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..config import CodecConfig
 from ..errors import PayloadError
 from ..reference.blocks import FP16_MAX, to_bfloat16
 from .base import Codec, Encoded, HeadInputs, Shape, TensorSpec
@@ -45,8 +46,12 @@ class KVQuantCodec(Codec):
     title = "KVQuant"
     pools_heads = True
     encode_copies = 4.2
-    encode_block_copies = 5.0
     decode_copies = 2.3  # two percent of outliers: vectors of a hundred numbers or more
+
+    def __init__(self, config: CodecConfig) -> None:
+        super().__init__(config)
+        if config.needs_queries:
+            self.flags = (*self.flags, "weight_active")
 
     def layout(self, shape: Shape, compensated: bool) -> dict[str, TensorSpec]:
         """See `Codec.layout`."""
@@ -144,11 +149,14 @@ class KVQuantCodec(Codec):
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < places:
             raise PayloadError(f"outlier_index leaves its vector: expected 0 to {places - 1}")
 
-    def encode_extra_nbytes(self, shape: Shape) -> int:
-        """See `Codec.encode_extra_nbytes`: the members of each level, counted in every vector."""
+    def encode_extra_nbytes(self, shape: Shape, block_nbytes: int) -> int:
+        """See `Codec.encode_extra_nbytes`: the members of each level, counted in every vector; and
+        vectors ordered by 64-bit keys, at most an eighth of a block at a time."""
         batch, heads, tokens, width = shape
         vectors = batch * (heads * width if self.config.axis == "tokens" else tokens)
-        return 40 * vectors * 2**self.config.bits  # measured: five 64-bit numbers each
+        ordered = min(block_nbytes // 8, 4 * batch * heads * tokens * width)
+        # Measured: five 64-bit numbers a level, five FP32 copies of what is ordered.
+        return 40 * vectors * 2**self.config.bits + 5 * ordered
 
     # --- the fit, which a calibration does beforehand -----------------------------------------
 

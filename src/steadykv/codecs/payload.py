@@ -33,8 +33,8 @@ class Payload:
     tensors: what is stored, by the names of the method; contiguous, [B, H, ...] first. These are
     the counted bytes.
     flags: [B, H] counters and switches that travel with the payload and are not counted:
-        `nonfinite` and `saturated` (int64 counts), and for quantwm `weight_active`, `psac_active`,
-        `psac_failed` (uint8).
+        `nonfinite` and `saturated` (int64 counts), for quantwm `weight_active`, `psac_active`,
+        `psac_failed`, and for steady also `feedback_active`, `feedback_failed` (uint8).
     """
 
     config: CodecConfig
@@ -82,8 +82,8 @@ class Payload:
 
         Sums in FP32 and casts once. `out` may be any strided view of that shape (its dtype then
         counts), so that a [B, S, H, D] buffer is filled through its transpose. Allocates the result
-        unless `out` is given, and an FP32 workspace of at most `base.WORKSPACE_BYTES` times a small
-        constant. Any slice equals the same rows of the whole.
+        unless `out` is given, and a few FP32 row blocks, bounded in `reference/decode.py`. Any
+        slice equals the same rows of the whole.
         Raises ShapeError for a range outside the span, for a dtype other than BF16, FP16, FP32 and
         FP64, and for an `out` that does not fit.
         """

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import PayloadError
-from .base import Encoded, HeadInputs, Shape, TensorSpec
+from .base import FLAGS, Encoded, HeadInputs, Shape, TensorSpec
 from .qvg4 import QVG4Codec
 
 __all__ = ["QuantWMCodec", "sparse_coefficients"]
@@ -32,7 +32,7 @@ class QuantWMCodec(QVG4Codec):
 
     title = "QuantWM"
     needs_queries = True
-    encode_copies = 4.6
+    flags = (*QVG4Codec.flags, "weight_active", "psac_active", "psac_failed")
     decode_copies = 3.4
 
     def layout(self, shape: Shape, compensated: bool) -> dict[str, TensorSpec]:
@@ -49,13 +49,9 @@ class QuantWMCodec(QVG4Codec):
     def encode(self, x: Tensor, inputs: HeadInputs) -> Encoded:
         """See `Codec.encode`. The host has decided whether `inputs.moment` holds any queries."""
         config = self.config
-        heads, tokens, width = x.shape
-        moment, count = inputs.moment, inputs.count
-        names = ("weight_active", "psac_active", "psac_failed")
-        flags = {name: x.new_zeros(heads, dtype=torch.uint8) for name in names}
-        weight = None
-        if moment is not None and count is not None:
-            weight, flags["weight_active"] = ops.channel_weight(moment, count)
+        names = [name for name in self.flags if FLAGS[name] == torch.uint8]
+        flags = {name: x.new_zeros(x.shape[0], dtype=torch.uint8) for name in names}
+        weight, metric = self.sensitivity(inputs, flags)
         _, centroids, stored, lost_scales = self.cluster(x, inputs, 0, with_ids=False)
         ids = ops.select_centroids(
             x,
@@ -63,27 +59,70 @@ class QuantWMCodec(QVG4Codec):
             weight,
             config.candidates,
             config.group_size,
-            include_zero=self.grid == "affine_zero",
+            metric=metric,
+            include_zero=config.include_zero and self.grid == "affine_zero",
         )
-        base = ops.gather_centroids(centroids, ids).float()
-        tensors, saturated = ops.group_quantize(x - base, self.grid, config.bits, config.group_size)
+        subspace = self.subspace(inputs, flags)
+        residual = ops.subtract_centroids(x, centroids, ids)
+        tensors, saturated = self.round_keys(residual, inputs, subspace, flags)
         saturated = saturated + lost_scales
-        rank = min(config.rank, width)
-        if moment is not None and count is not None and rank:
-            basis, flags["psac_active"], flags["psac_failed"] = ops.query_basis(moment, count, rank)
-            error = x - base.add_(
-                ops.group_dequantize(
-                    tensors, self.grid, config.bits, config.group_size, width, 0, tokens
-                )
-            )
-            tensors["basis"] = basis
-            tensors["coef_codes"], tensors["coef_scales"], lost = ops.compensate(
-                error, basis, moment, config.retain
-            )
+        del residual
+        if config.refit:
+            centroids = stored["centroids"] = self.refit(x, tensors, ids, centroids)
+        if subspace is not None:
+            rounded = self.rounded(tensors, x)
+            error = ops.subtract_centroids(x, centroids, ids, rounded=rounded)
+            coefficients, lost = self.compensate(error, inputs, subspace)
+            tensors.update(coefficients)
             saturated = saturated + lost
         tensors["ids"] = ids[:, None].to(self.id_dtype)
         tensors.update({name: t[:, None] for name, t in stored.items()})
         return Encoded(tensors, {"saturated": saturated, **flags})
+
+    def sensitivity(
+        self, inputs: HeadInputs, flags: dict[str, Tensor]
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Channel weights [N, D] and the root of the full metric [N, D, D], where they are used."""
+        moment, count = inputs.moment, inputs.count
+        if moment is None or count is None or self.config.metric == "none":
+            return None, None
+        weight, flags["weight_active"] = ops.channel_weight(moment, count)
+        if self.config.metric == "diagonal":
+            return weight, None
+        metric, active = ops.query_metric(moment, count)
+        flags["weight_active"] &= active
+        return torch.where(flags["weight_active"][:, None] > 0, weight, 1.0), metric
+
+    def subspace(
+        self, inputs: HeadInputs, flags: dict[str, Tensor]
+    ) -> tuple[Tensor, Tensor] | None:
+        """The eigenvectors [N, D, r] and eigenvalues [N, r] that PSAC stores; None without PSAC."""
+        if inputs.moment is None or inputs.count is None or not self.config.rank:
+            return None
+        rank = min(self.config.rank, inputs.moment.shape[-1])
+        vectors, values, flags["psac_active"], flags["psac_failed"] = ops.query_subspace(
+            inputs.moment, inputs.count, rank
+        )
+        return vectors, values
+
+    def round_keys(
+        self,
+        residual: Tensor,
+        inputs: HeadInputs,
+        subspace: tuple[Tensor, Tensor] | None,
+        flags: dict[str, Tensor],
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """As `round`, for a method whose rounding depends on queries; it may set flags."""
+        return self.round(residual)
+
+    def compensate(
+        self, error: Tensor, inputs: HeadInputs, subspace: tuple[Tensor, Tensor]
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """PSAC of the key error [N, S, D]: its tensors, and the saturated scales [N]."""
+        assert inputs.moment is not None
+        basis = subspace[0].to(torch.bfloat16)
+        codes, scales, lost = ops.compensate(error, basis, inputs.moment, self.config.retain)
+        return {"basis": basis, "coef_codes": codes, "coef_scales": scales}, lost
 
     def finish(self, tensors: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:
         """For "auto", the smaller coefficient layout (ties: dense); waits for the kept rows."""

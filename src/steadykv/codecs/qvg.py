@@ -31,7 +31,8 @@ class QVGCodec(Codec):
     """
 
     title = "QVG"
-    encode_copies = 3.8
+    encode_copies = 2.45
+    encode_blocks = 1.75
     decode_copies = 2.6
     grids: ClassVar[dict[str, str]] = {"fp8": "symmetric", "int8": "symmetric_int8"}
 
@@ -77,21 +78,23 @@ class QVGCodec(Codec):
     def encode(self, x: Tensor, inputs: HeadInputs) -> Encoded:
         """See `Codec.encode`."""
         config = self.config
-        residual, stages, all_ids = x, [], []
+        residual, clustered, stages, all_ids = x, x, [], []
         saturated = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
         for stage in range(config.stages):
             ids, values, stored, lost = self.cluster(residual, inputs, stage)
             assert ids is not None
-            base = ops.gather_centroids(values, ids)
-            residual = residual - base if residual is x else residual.sub_(base)
-            del base
+            if config.refit:
+                clustered = residual  # what the last stage clusters
+            residual = ops.subtract_centroids(residual, values, ids)
             stages.append(stored)
-            all_ids.append(ids.to(self.id_dtype))
+            all_ids.append(ids)
             saturated += lost
-        tensors, lost = ops.group_quantize(
-            residual, self.grid, config.bits, config.group_size, packing=config.packing
-        )
-        tensors["ids"] = torch.stack(all_ids, 1)
+        tensors, lost = self.round(residual)
+        del residual
+        if config.refit:
+            centroids = self.refit(clustered, tensors, all_ids[-1], stages[-1]["centroids"])
+            stages[-1]["centroids"] = centroids
+        tensors["ids"] = torch.stack(all_ids, 1).to(self.id_dtype)
         for name in stages[0]:
             tensors[name] = torch.stack([stored[name] for stored in stages], 1)
         return Encoded(tensors, {"saturated": saturated + lost})
@@ -104,20 +107,67 @@ class QVGCodec(Codec):
         Returns ids int64 [N, S] (None without `with_ids`), the centroids [N, C, D] as decoding has
         them, the tensors that store them, and the number of saturated scales, int64 [N].
         """
+        config = self.config
         start = self.start_centroids(x, inputs, stage)
-        if self.config.centroid_format == "bf16":
-            ids, values = ops.kmeans(x, start, self.config.iterations, with_ids=with_ids)
+        is_bf16 = config.centroid_format == "bf16"
+        ids, values = ops.kmeans(
+            x,
+            start,
+            config.iterations,
+            with_ids=with_ids and is_bf16,
+            rounded=is_bf16,
+            reseed_empty=config.reseed_empty,
+        )
+        if is_bf16:
             return ids, values, {"centroids": values}, 0
-        _, means = ops.kmeans(x, start, self.config.iterations, with_ids=False, rounded=False)
-        stored, saturated = ops.quantize_centroids(means)
+        stored, saturated = ops.quantize_centroids(values)
         values = ops.centroid_values(stored)
         ids = ops.assign_centroids(x, values) if with_ids else None
         return ids, values, stored, saturated
 
+    def round(self, residual: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Rounds FP32 [N, S, D] onto the grid; returns its tensors and the saturated values [N]."""
+        config = self.config
+        return ops.group_quantize(
+            residual,
+            self.grid,
+            config.bits,
+            config.group_size,
+            packing=config.packing,
+            include_zero=config.include_zero,
+            scale_search=config.scale_search,
+        )
+
+    def refit(
+        self, x: Tensor, tensors: Mapping[str, Tensor], ids: Tensor, centroids: Tensor
+    ) -> Tensor:
+        """The centroids of x [N, S, D] that suit the rounded residual in `tensors`."""
+        return ops.refit_centroids(x, self.rounded(tensors, x), ids, centroids)
+
+    def rounded(self, tensors: Mapping[str, Tensor], x: Tensor) -> Tensor:
+        """The residual that a decoder will see: FP32 [N, S, D] like x."""
+        config, (_, tokens, width) = self.config, x.shape
+        return ops.group_dequantize(
+            tensors,
+            self.grid,
+            config.bits,
+            config.group_size,
+            width,
+            0,
+            tokens,
+            packing=config.packing,
+        )
+
     def start_centroids(self, residual: Tensor, inputs: HeadInputs, stage: int) -> Tensor:
-        """Where k-means starts: given centroids, or the same distinct tokens in every head."""
+        """Where k-means starts: given centroids, means under given ids, or tokens.
+
+        Cold, the tokens are distinct, and the same in every head.
+        """
         if inputs.initial_centroids is not None:
-            return inputs.initial_centroids[:, stage]
+            given = inputs.initial_centroids[:, stage]
+            if inputs.initial_ids is None:
+                return given
+            return ops.cluster_means(residual, inputs.initial_ids[:, stage].long(), given.float())
         tokens = residual.shape[1]
         generator = inputs.span_key.generator(self.config.seed, stage)
         chosen = torch.randperm(tokens, generator=generator, device="cpu")[: self.config.centroids]

@@ -12,8 +12,14 @@ __all__ = ["METHODS", "VERSION", "CodecConfig", "check_fields", "check_int"]
 
 VERSION = 1
 
-_CLUSTERED = ("bits", "group_size", "centroids", "iterations", "warm_start", "seed")
-_STORED = ("metadata", "centroid_format")
+_CLUSTERED = (
+    "bits", "group_size", "centroids", "iterations", "warm_start", "reseed_empty", "refit", "seed",
+    "metadata", "centroid_format",
+)  # fmt: skip
+_FOUR_LEVELS = (*_CLUSTERED, "include_zero")
+_QUERY_AWARE = (
+    *_FOUR_LEVELS, "candidates", "metric", "rank", "retain", "coef_layout", "first_span",
+)  # fmt: skip
 
 # Method -> the fields it reads. A field that a method does not read has to keep its default: a
 # setting that changes nothing would look like a result. (`bits` of bf16 is tolerated, so that one
@@ -23,9 +29,10 @@ METHODS: dict[str, tuple[str, ...]] = {
     "rtn": ("bits", "group_size", "grid", "packing"),
     "kivi": ("bits", "group_size", "axis"),
     "quarot": ("bits", "group_size", "clip_ratio", "dim_splits"),
-    "qvg": (*_CLUSTERED, *_STORED, "stages", "packing"),
-    "qvg4": (*_CLUSTERED, *_STORED, "stages"),
-    "quantwm": (*_CLUSTERED, *_STORED, "candidates", "rank", "retain", "coef_layout", "first_span"),
+    "qvg": (*_CLUSTERED, "stages", "packing"),
+    "qvg4": (*_FOUR_LEVELS, "stages", "scale_search"),
+    "quantwm": _QUERY_AWARE,
+    "steady": (*_QUERY_AWARE, "damping"),
     "kvquant": (
         "bits",
         "axis",
@@ -43,6 +50,7 @@ _OWN_CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
     "qvg": {"metadata": ("fp8", "int8")},
     "qvg4": {"metadata": ("int8", "fp8")},
     "quantwm": {"metadata": ("int8", "fp8")},
+    "steady": {"metadata": ("int8",)},
 }
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -50,6 +58,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "centroid_format": ("bf16", "fp8"),
     "packing": ("bits", "trits"),
     "axis": ("channels", "tokens"),
+    "metric": ("diagonal", "full", "none"),
     "retain": ("row", "always"),
     "coef_layout": ("dense", "auto"),
     "first_span": ("paper", "own"),
@@ -70,12 +79,24 @@ _RANGES: dict[str, tuple[int, int]] = {
     "first_tokens": (0, 1 << 30),
 }
 
-_SWITCHES = ("warm_start", "q_norm")
+_SWITCHES = ("reseed_empty", "refit", "include_zero", "scale_search", "q_norm")
+
+# Inclusive bounds of numbers that may be fractions. Below a damping of 1e-3 the inverse of a moment
+# of one direction loses what FP32 eigenvectors can tell; above 1e3 nothing is fed back any more.
+_FRACTIONS: dict[str, tuple[float, float]] = {
+    "damping": (1e-3, 1e3),
+}
 
 
 def check_int(owner: str, name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"{owner}.{name} is {value!r}: expected an integer from {low} to {high}")
+
+
+def check_fraction(owner: str, name: str, value: Any, low: float, high: float) -> None:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not low <= value <= high:
+        raise ConfigError(f"{owner}.{name} is {value!r}: expected a number from {low} to {high}")
 
 
 def check_fields(cls: type, data: dict[str, Any]) -> dict[str, Any]:
@@ -106,18 +127,28 @@ class CodecConfig:
     values). Of kvquant: one scale a channel and span, or one a token and all heads.
     centroids: cluster means per head and span (capped by the span's tokens).
     iterations: k-means iterations before the final assignment; fixed, without a convergence test.
-    warm_start: start from the centroids of the span before, if its geometry is the same.
+    warm_start: start from the span before, if its geometry is the same: True from its centroids,
+    "ids" from the means of the new tokens that stand where the members of its clusters stood.
+    reseed_empty: an empty cluster takes the token that is farthest from its centroid.
+    refit: move the last stage's centroids, in BF16, once more when the codes are known, for heads
+    that gain by it.
+    include_zero: whether the range of a group reaches to zero; off, one-signed groups are cut off.
+    scale_search: try smaller scales for each group and keep the one of the least squared error.
     candidates: nearest centroids that compete on quantization range (QSAC).
+    metric: how candidates are weighed: "diagonal" by channel (eq. 10), "full" by the whole query
+    moment where the nearest are sought (table 10), "none" not at all.
     rank: query directions in which the key error is stored (PSAC); 0 turns PSAC off.
     retain: "row" keeps a correction only where it lowers the query-weighted error, "always" keeps
     all.
     coef_layout: "dense" (size known beforehand) or "auto" (the smaller of dense and sparse; syncs
     the host).
     first_span: "paper" (no query statistics in the first span) or "own" (those of its own passes).
+    damping: steady only; what is added to the diagonal of the feedback's moment, in units of its
+    mean. Less feeds back more of each error.
     grid: rtn only; "affine_min" (FP16 scale and minimum) or "symmetric" (E4M3 scale).
     metadata: what a group's scale is stored in, and beside it. qvg: "fp8" (E4M3) or "int8" (steps
     of one FP16 base a head). qvg4, quantwm: "int8" (with a zero point) or "fp8" (E4M3 scale and
-    minimum). None takes the first.
+    minimum); steady: "int8". None takes the first.
     packing: "bits", or "trits" (five codes a byte) for the three levels of a symmetric grid at 2
     bits.
     stages: k-means passes, each over what the ones before left.
@@ -141,12 +172,18 @@ class CodecConfig:
     axis: str = "channels"
     centroids: int = 256
     iterations: int = 2
-    warm_start: bool = True
+    warm_start: bool | str = True
+    reseed_empty: bool = False
+    refit: bool = False
+    include_zero: bool = True
+    scale_search: bool = False
     candidates: int = 4
+    metric: str = "diagonal"
     rank: int = 8
     retain: str = "row"
     coef_layout: str = "dense"
     first_span: str = "paper"
+    damping: float = 0.1
     seed: int = 0
     outlier_fraction: float = 0.01
     first_tokens: int = 0
@@ -172,6 +209,12 @@ class CodecConfig:
             self._check_choice(name, choices)
         for name, (low, high) in _RANGES.items():
             check_int("CodecConfig", name, getattr(self, name), low, high)
+        for name, bounds in _FRACTIONS.items():
+            check_fraction("CodecConfig", name, getattr(self, name), *bounds)
+        if not isinstance(self.warm_start, bool) and self.warm_start != "ids":
+            raise ConfigError(
+                f"CodecConfig.warm_start is {self.warm_start!r}: expected True, False or 'ids'"
+            )
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise ConfigError(
@@ -193,11 +236,21 @@ class CodecConfig:
                 f"CodecConfig.axis is {self.axis!r} with level_weight='queries': expected "
                 "'tokens', because queries weigh the channels of keys"
             )
-
         if self.packing == "trits" and (self.bits != 2 or self.grid not in (None, "symmetric")):
             raise ConfigError(
                 f"CodecConfig.packing is 'trits' with bits={self.bits} and grid {self.grid!r}: "
                 "expected the three levels of bits=2 on a symmetric grid, or packing='bits'"
+            )
+        if self.metadata == "fp8" and (not self.include_zero or self.scale_search):
+            name = "scale_search" if self.scale_search else "include_zero"
+            raise ConfigError(
+                f"CodecConfig.{name} is {getattr(self, name)!r} with metadata='fp8': expected its "
+                "default, because such groups have a minimum and no zero point, or metadata='int8'"
+            )
+        if self.refit and self.centroid_format == "fp8":
+            raise ConfigError(
+                "CodecConfig.refit is True with centroid_format='fp8': expected False, or "
+                "centroid_format='bf16', because refitted centroids are stored in BF16"
             )
 
     def _check_choice(self, name: str, choices: tuple[Any, ...]) -> None:

@@ -30,6 +30,7 @@ PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qvg_pro": (_QVG_PRO, _QVG_PRO, {}),
     "qvg4": ({"method": "qvg4"}, {"method": "qvg4"}, {}),
     "quantwm": ({"method": "quantwm"}, {"method": "qvg4"}, {}),
+    "steady": ({"method": "steady"}, {"method": "qvg4"}, {}),
     "kvquant": (_KVQUANT_KEYS, _KVQUANT_VALUES, {}),
     "kvquant_calibrated": (_KVQUANT_KEYS | _CALIBRATED, _KVQUANT_VALUES | _CALIBRATED, {}),
 }

@@ -85,7 +85,7 @@ class SpanPacker:
     ) -> PackedSide:
         before = self._payloads.get(side)
         is_warm = (
-            codec.warm_start
+            bool(codec.warm_start)
             and before is not None
             and before.centroids is not None
             and before.shape == tuple(x.shape)

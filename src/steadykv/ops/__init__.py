@@ -2,15 +2,19 @@
 
 from .decode import decode_clustered, decode_grouped, decode_nonuniform
 from .dispatch import BACKENDS, OPS, explain, use_backend
+from .feedback_rounding import feedback_factor, feedback_quantize
 from .finite import replace_nonfinite
 from .group_quantize import group_dequantize, group_quantize
 from .hadamard import hadamard
 from .kmeans import (
     assign_centroids,
     centroid_values,
+    cluster_means,
     gather_centroids,
     kmeans,
     quantize_centroids,
+    refit_centroids,
+    subtract_centroids,
 )
 from .nonuniform import (
     find_outliers,
@@ -21,8 +25,8 @@ from .nonuniform import (
 )
 from .pack import pack, packed_length, unpack
 from .precision import full_precision
-from .psac import compensate, query_basis
-from .qsac import select_centroids
+from .psac import compensate, query_subspace
+from .qsac import query_metric, select_centroids
 from .query_moment import accumulate_moment, channel_weight, merge_moment
 
 __all__ = [
@@ -32,11 +36,14 @@ __all__ = [
     "assign_centroids",
     "centroid_values",
     "channel_weight",
+    "cluster_means",
     "compensate",
     "decode_clustered",
     "decode_grouped",
     "decode_nonuniform",
     "explain",
+    "feedback_factor",
+    "feedback_quantize",
     "find_outliers",
     "fit_levels",
     "full_precision",
@@ -52,9 +59,12 @@ __all__ = [
     "pack",
     "packed_length",
     "quantize_centroids",
-    "query_basis",
+    "query_metric",
+    "query_subspace",
+    "refit_centroids",
     "replace_nonfinite",
     "select_centroids",
+    "subtract_centroids",
     "unpack",
     "use_backend",
 ]

@@ -26,6 +26,7 @@ VARIABLE = "STEADYKV_BACKEND"
 # One module a name, under the same name, in every backend's folder.
 OPS = (
     "decode",
+    "feedback_rounding",
     "finite",
     "group_quantize",
     "hadamard",

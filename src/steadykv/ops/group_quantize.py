@@ -23,6 +23,8 @@ def group_quantize(
     axis: str = "channels",
     packing: str = "bits",
     clip_ratio: float = 1.0,
+    include_zero: bool = True,
+    scale_search: bool = False,
     backend: str | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Quantizes each group of FP32 [N, S, D], S > 0, on its own; the last group may be shorter.
@@ -42,10 +44,18 @@ def group_quantize(
       App. D.1.
     All with `codes` uint8 [N, S, packed_length(D, bits, packing)]; packing "trits" is for the three
     levels of a symmetric grid at 2 bits. Codes always use the stored scale. Other arguments than
-    the ones named for a grid keep their defaults. Allocates a few FP32 copies of x.
+    the ones named for a grid keep their defaults. Allocates the codes, a byte each, and row blocks
+    ("affine_min", "affine_min_fp8": a few FP32 copies of x).
+
+    Only for "affine_zero": without `include_zero` a range is that of the numbers alone, so that the
+    zero point, which stays 0 to 2^bits - 1, cuts off most of a group of one sign. `scale_search`
+    also tries 0.9, 0.8, 0.7 and 0.6 times the range of each group, with the zero point of each, and
+    keeps what leaves the least squared error (ties: the wider); the base is that of the range.
     """
     module = resolve("group_quantize", x.device, backend)
-    return module.group_quantize(x, grid, bits, group_size, axis, packing, clip_ratio)
+    return module.group_quantize(
+        x, grid, bits, group_size, axis, packing, clip_ratio, include_zero, scale_search
+    )
 
 
 def group_dequantize(

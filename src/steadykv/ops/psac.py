@@ -6,24 +6,25 @@ from torch import Tensor
 
 from .dispatch import resolve
 
-__all__ = ["compensate", "query_basis"]
+__all__ = ["compensate", "query_subspace"]
 
 
-def query_basis(
+def query_subspace(
     moment: Tensor, count: Tensor, rank: int, *, backend: str | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The directions in which queries are strongest.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The directions in which queries are strongest, U_r, and how strong they are there, L_r.
 
     moment: FP32 [N, D, D], count: int64 [N], rank <= D.
-    Returns the first `rank` eigenvectors as columns, BF16 [N, D, rank], by descending eigenvalue,
-    the first largest entry of each positive; and uint8 [N] `active` and `failed`. A head without
-    queries, and one whose moment is not finite or whose solver failed, is not active and gets a
-    zero basis; only the latter counts as failed. Solves in FP64, because the moment is nearly
+    Returns the first `rank` eigenvectors as columns, FP32 [N, D, rank], by descending eigenvalue,
+    the first largest entry of each positive; their eigenvalues, FP32 [N, rank]; and uint8 [N]
+    `active` and `failed`. A head without queries, and one whose moment is not finite or whose
+    solver failed, is not active and gets zeros; only the latter counts as failed. The vectors
+    rounded to BF16 are the basis that PSAC stores. Solves in FP64, because the moment is nearly
     singular. `torch.linalg.eigh` reports its status to the host: the one host sync of an encode.
     QuantWM (arXiv 2609.26425), PSAC.
     """
     module = resolve("psac", moment.device, backend)
-    return module.query_basis(moment, count, rank)
+    return module.query_subspace(moment, count, rank)
 
 
 def compensate(

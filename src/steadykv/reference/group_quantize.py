@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from .blocks import FP16_MAX
+from .blocks import FP16_MAX, row_blocks, tree_sum
 from .pack import pack, unpack, word_of
 
-__all__ = ["group_dequantize", "group_quantize"]
+__all__ = ["affine_zero_grid", "affine_zero_tensors", "group_dequantize", "group_quantize"]
 
 E4M3_MAX = 448.0
 E4M3_TINY = 2.0**-9  # the smallest E4M3 number: a lower floor would round to a scale of zero
+
+SCALE_FACTORS = (0.9, 0.8, 0.7, 0.6)  # what `scale_search` tries beside the range itself
 
 
 def group_quantize(
@@ -24,13 +27,15 @@ def group_quantize(
     axis: str = "channels",
     packing: str = "bits",
     clip_ratio: float = 1.0,
+    include_zero: bool = True,
+    scale_search: bool = False,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """See `steadykv.ops.group_quantize`."""
     if grid in ("symmetric", "symmetric_int8"):
         return _symmetric(x, grid, bits, group_size, packing)
     if grid in ("affine_min", "affine_min_fp8"):
         return _affine_min(x, grid, bits, group_size, -2 if axis == "tokens" else -1, clip_ratio)
-    return _affine_zero(x, bits, group_size)
+    return _affine_zero(x, bits, group_size, include_zero, scale_search)
 
 
 def group_dequantize(
@@ -74,16 +79,23 @@ def _symmetric(
     x: Tensor, grid: str, bits: int, group_size: int, packing: str
 ) -> tuple[dict[str, Tensor], Tensor]:
     top = 2 ** (bits - 1) - 1
-    wanted = _reduce(x, group_size, -1, lambda part: part.abs().amax(-1)) / top
-    metadata, scale, saturated = (
-        _int8_scales(wanted) if grid == "symmetric_int8" else _e4m3_scales(wanted)
-    )
+    # Without |x|, which would be a copy of all tokens; abs_ only takes the sign of zeros.
+    peak = _reduce(x, group_size, -1, lambda part: part.amax(-1).maximum(-part.amin(-1))).abs_()
+    if grid == "symmetric_int8":
+        base, saturated = _int8_base(peak / top)
+        metadata, scale = _int8_scales(peak / top, base)
+    else:
+        metadata, scale, saturated = _e4m3_scales(peak / top)
     divisor = _divisor(scale)
     codes = torch.empty_like(x, dtype=torch.uint8)
-    for (part, at), (code, _) in zip(
-        _groups(x, group_size, -1), _groups(codes, group_size, -1), strict=True
-    ):
-        code.copy_((part / divisor[..., at, None]).round_().clamp_(-top, top).add_(top))
+    for rows in _row_blocks(x):
+        for (part, at), (code, _) in zip(
+            _groups(x[:, rows], group_size, -1),
+            _groups(codes[:, rows], group_size, -1),
+            strict=True,
+        ):
+            steps = (part / divisor[:, rows, at, None]).round_().clamp_(-top, top)
+            code.copy_(steps.add_(top))
     return {"codes": pack(codes, bits, packing), **metadata}, saturated
 
 
@@ -114,26 +126,83 @@ def _affine_min(
     return tensors, lost_minima + lost_scales
 
 
-def _affine_zero(x: Tensor, bits: int, group_size: int) -> tuple[dict[str, Tensor], Tensor]:
+class AffineZero(NamedTuple):
+    """Stored scale and zero point of every group, FP32 [N, S, G], and what is stored of them."""
+
+    scale: Tensor
+    zero: Tensor
+    metadata: dict[str, Tensor]
+    saturated: Tensor
+
+
+def affine_zero_grid(
+    x: Tensor, bits: int, group_size: int, include_zero: bool = True, scale_search: bool = False
+) -> AffineZero:
+    """The `affine_zero` grid of each group of [N, S, D], before anything is rounded to it."""
     top = 2**bits - 1
-    low = _reduce(x, group_size, -1, lambda part: part.amin(-1)).clamp_(max=0)
-    high = _reduce(x, group_size, -1, lambda part: part.amax(-1)).clamp_(min=0)
-    metadata, scale, saturated = _int8_scales((high - low) / top)
-    divisor = _divisor(scale)
-    zero = (-low / divisor).round_().clamp_(0, top)
+    low = _reduce(x, group_size, -1, lambda part: part.amin(-1))
+    high = _reduce(x, group_size, -1, lambda part: part.amax(-1))
+    if include_zero:
+        low.clamp_(max=0)
+        high.clamp_(min=0)
+    wanted = (high - low) / top
+    base, saturated = _int8_base(wanted)
+
+    def grid_of(wanted: Tensor) -> AffineZero:
+        metadata, scale = _int8_scales(wanted, base)
+        zero = (-low / _divisor(scale)).round_().clamp_(0, top)
+        return AffineZero(scale, zero, metadata, saturated)
+
+    best = grid_of(wanted)
+    least = _group_errors(x, best, top, group_size) if scale_search else wanted
+    for factor in SCALE_FACTORS if scale_search else ():
+        grid = grid_of(wanted * factor)
+        error = _group_errors(x, grid, top, group_size)
+        is_less = error < least  # ties keep the wider grid
+        least = torch.where(is_less, error, least)
+        for old, new in zip(
+            (best.scale, best.zero, best.metadata["scale_codes"]),
+            (grid.scale, grid.zero, grid.metadata["scale_codes"]),
+            strict=True,
+        ):
+            old.copy_(torch.where(is_less, new, old))
+    return best
+
+
+def _group_errors(x: Tensor, grid: AffineZero, top: int, group_size: int) -> Tensor:
+    """The squared error of every group on a grid, FP32 [N, S, G]."""
+    errors = torch.empty_like(grid.scale)
+    divisor = _divisor(grid.scale)
+    for rows in _row_blocks(x):
+        for part, at in _groups(x[:, rows], group_size, -1):
+            s, d, z = (t[:, rows, at, None] for t in (grid.scale, divisor, grid.zero))
+            value = (part / d).round_().add_(z).clamp_(0, top).sub_(z).mul_(s)
+            errors[:, rows, at] = tree_sum(value.sub_(part).square_())
+    return errors
+
+
+def affine_zero_tensors(codes: Tensor, grid: AffineZero, bits: int) -> dict[str, Tensor]:
+    """The payload of uint8 codes [N, S, D] on their grid."""
+    zeros = pack(grid.zero.to(torch.uint8).flatten(1), bits)
+    return {"codes": pack(codes, bits), **grid.metadata, "zeros": zeros}
+
+
+def _affine_zero(
+    x: Tensor, bits: int, group_size: int, include_zero: bool, scale_search: bool
+) -> tuple[dict[str, Tensor], Tensor]:
+    top = 2**bits - 1
+    grid = affine_zero_grid(x, bits, group_size, include_zero, scale_search)
+    divisor = _divisor(grid.scale)
     codes = torch.empty_like(x, dtype=torch.uint8)
-    for (part, at), (code, _) in zip(
-        _groups(x, group_size, -1), _groups(codes, group_size, -1), strict=True
-    ):
-        code.copy_(
-            (part / divisor[..., at, None]).round_().add_(zero[..., at, None]).clamp_(0, top)
-        )
-    tensors = {
-        "codes": pack(codes, bits),
-        **metadata,
-        "zeros": pack(zero.to(torch.uint8).flatten(1), bits),
-    }
-    return tensors, saturated
+    for rows in _row_blocks(x):
+        for (part, at), (code, _) in zip(
+            _groups(x[:, rows], group_size, -1),
+            _groups(codes[:, rows], group_size, -1),
+            strict=True,
+        ):
+            steps = (part / divisor[:, rows, at, None]).round_()
+            code.copy_(steps.add_(grid.zero[:, rows, at, None]).clamp_(0, top))
+    return affine_zero_tensors(codes, grid, bits), grid.saturated
 
 
 def _e4m3_scales(wanted: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
@@ -142,12 +211,16 @@ def _e4m3_scales(wanted: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     return {"scale": scale}, scale.float(), (wanted > E4M3_MAX).sum((-2, -1))
 
 
-def _int8_scales(wanted: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
-    """The same as steps of one FP16 base a head: the largest scale is 255 steps."""
-    base, saturated = _to_float16(wanted.amax((-2, -1), keepdim=True) / 255)
+def _int8_base(wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The FP16 base [N, 1, 1] of the scales [N, S, G], 1/255 of the largest; and what saturated."""
+    return _to_float16(wanted.amax((-2, -1), keepdim=True) / 255)
+
+
+def _int8_scales(wanted: Tensor, base: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    """What is stored of the scales as steps of the base, and their FP32 values."""
     steps = (wanted / _divisor(base.float())).round_().clamp_(1, 255)
     metadata = {"scale_codes": steps.to(torch.uint8), "scale_base": base[:, 0, 0]}
-    return metadata, _affine_scale(metadata["scale_base"], metadata["scale_codes"]), saturated
+    return metadata, _affine_scale(metadata["scale_base"], metadata["scale_codes"])
 
 
 def _affine_scale(base: Tensor, scale_codes: Tensor) -> Tensor:
@@ -166,6 +239,11 @@ def _zeros_of(packed: Tensor, bits: int, groups: int, start: int, end: int) -> T
         packed[:, first * nbytes : last * nbytes], bits, offset + count, dtype=torch.float32
     )
     return codes[:, offset:].unflatten(1, (end - start, groups))
+
+
+def _row_blocks(x: Tensor) -> Iterator[slice]:
+    """Runs of tokens of [N, S, D], all heads together, that fit a block."""
+    return row_blocks(x.shape[1], 4 * x.shape[0] * x.shape[2], x.device)
 
 
 def _groups(x: Tensor, size: int, dim: int) -> Iterator[tuple[Tensor, slice]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -17,6 +17,8 @@ __all__ = [
     "gather_rows",
     "kmeans",
     "quantize_centroids",
+    "refit_centroids",
+    "subtract_centroids",
     "to_bfloat16",
 ]
 
@@ -24,13 +26,22 @@ E4M3_MAX = 448.0
 
 
 def kmeans(
-    x: Tensor, centroids: Tensor, iterations: int, with_ids: bool = True, rounded: bool = True
+    x: Tensor,
+    centroids: Tensor,
+    iterations: int,
+    with_ids: bool = True,
+    rounded: bool = True,
+    reseed_empty: bool = False,
 ) -> tuple[Tensor | None, Tensor]:
     """See `steadykv.ops.kmeans`."""
     tokens = x.to(torch.bfloat16).float()
     means = centroids.float()
     for _ in range(iterations):
-        means = cluster_means(x, assign(tokens, to_bfloat16(means)), means)
+        mu = to_bfloat16(means)
+        ids = assign(tokens, mu)
+        means = cluster_means(x, ids, means)
+        if reseed_empty:
+            means = _reseed(x, ids, mu, means)
     if not rounded:
         return None, means
     final = to_bfloat16(means)
@@ -77,8 +88,61 @@ def assign(tokens: Tensor, centroids: Tensor) -> Tensor:
     return ids
 
 
+def _reseed(x: Tensor, ids: Tensor, mu: Tensor, means: Tensor) -> Tensor:
+    """The n-th empty cluster of a head takes its token that is n-th farthest from its centroid."""
+    counts = means.new_zeros(means.shape[:2]).scatter_add_(1, ids, torch.ones_like(x[..., 0]))
+    empty = counts == 0
+    distance = _token_errors(x, mu, ids)
+    farthest = distance.sort(stable=True, dim=1, descending=True).indices[:, : means.shape[1]]
+    number = (empty.cumsum(1) - 1).clamp_(min=0)
+    return torch.where(empty[..., None], gather_rows(x, farthest.gather(1, number)), means)
+
+
+def refit_centroids(x: Tensor, residual: Tensor, ids: Tensor, centroids: Tensor) -> Tensor:
+    """See `steadykv.ops.kmeans`."""
+    heads = [slice(head, head + 1) for head in range(x.shape[0])]  # one copy of a head at a time
+    means = [cluster_means(x[n] - residual[n], ids[n], centroids[n].float()) for n in heads]
+    fitted = to_bfloat16(torch.cat(means))
+    before, after = (tree_sum(_token_errors(x, mu, ids, residual)) for mu in (centroids, fitted))
+    return torch.where((after < before)[:, None, None], fitted, centroids)
+
+
+def subtract_centroids(
+    x: Tensor, centroids: Tensor, ids: Tensor, rounded: Tensor | None = None
+) -> Tensor:
+    """See `steadykv.ops.kmeans`."""
+    out = torch.empty_like(x) if rounded is None else rounded
+    for at, value in _values(x, centroids, ids, rounded):
+        torch.sub(x[at], value, out=out[at])
+    return out
+
+
+def _token_errors(
+    x: Tensor, centroids: Tensor, ids: Tensor, residual: Tensor | None = None
+) -> Tensor:
+    """|x - (mu[id] + residual)|^2 of each token, FP32 [N, S], residual 0 by default."""
+    errors = torch.empty_like(x[..., 0])
+    for at, value in _values(x, centroids, ids, residual):
+        errors[at] = tree_sum(value.sub_(x[at]).square_())
+    return errors
+
+
+def _values(
+    x: Tensor, centroids: Tensor, ids: Tensor, residual: Tensor | None
+) -> Iterator[tuple[tuple[int, slice], Tensor]]:
+    """mu[id] + residual in row blocks: (head, rows) and FP32 [rows, D]."""
+    heads, rows, width = x.shape
+    for head in range(heads):
+        table = centroids[head].float()  # a mixed sum would make an FP32 copy of all tokens
+        for block in row_blocks(rows, 4 * width, x.device):
+            value = table.index_select(0, ids[head, block])
+            if residual is not None:
+                value += residual[head, block]
+            yield (head, block), value
+
+
 def cluster_means(x: Tensor, ids: Tensor, previous: Tensor) -> Tensor:
-    """FP32 means of the members, added in token order; empty clusters keep `previous` [N, C, D]."""
+    """See `steadykv.ops.kmeans`."""
     heads, clusters, width = previous.shape
     flat = (ids + clusters * torch.arange(heads, device=ids.device)[:, None]).view(-1)
     rows = x.reshape(-1, width)

@@ -7,22 +7,30 @@ from torch import Tensor
 
 from .blocks import FP16_MAX, head_matmul, tree_sum
 
-__all__ = ["compensate", "query_basis"]
+__all__ = ["compensate", "eigenpairs", "query_subspace"]
 
 CODE_MAX = 127
 
 
-def query_basis(moment: Tensor, count: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+def query_subspace(
+    moment: Tensor, count: Tensor, rank: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `steadykv.ops.psac`."""
-    finite = moment.isfinite().all(-1).all(-1)
-    vectors = _eigenvectors(torch.where(finite[:, None, None], moment, 0).double())
-    top = vectors[..., -rank:].flip(-1).float()  # eigh ascends
-    solved = finite & top.isfinite().all(-1).all(-1)
+    values, vectors, solved = eigenpairs(moment)
     active = solved & (count > 0)
+    top = vectors[..., -rank:].flip(-1).float()  # eigh ascends
     largest = top.gather(1, top.abs().argmax(1, keepdim=True))
-    basis = torch.where(largest < 0, -top, top)
-    basis = torch.where(active[:, None, None], basis, 0).to(torch.bfloat16)
-    return basis, active.to(torch.uint8), (~solved & (count > 0)).to(torch.uint8)
+    top = torch.where(largest < 0, -top, top)
+    top = torch.where(active[:, None, None], top, 0)
+    energies = torch.where(active[:, None], values[:, -rank:].flip(-1).float(), 0)
+    return top, energies, active.to(torch.uint8), (~solved & (count > 0)).to(torch.uint8)
+
+
+def eigenpairs(moment: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Ascending eigenvalues [N, D] and columns [N, D, D] in FP64; bool [N], whether they exist."""
+    finite = moment.isfinite().all(-1).all(-1)
+    values, vectors = _eigh(torch.where(finite[:, None, None], moment, 0).double())
+    return values, vectors, finite & vectors.isfinite().all(-1).all(-1)
 
 
 def compensate(
@@ -47,11 +55,13 @@ def compensate(
     return codes.to(torch.int8), alpha[..., 0], saturated
 
 
-def _eigenvectors(moment: Tensor) -> Tensor:
-    """Columns by ascending eigenvalue, FP64 [N, D, D]; NaN where the solver did not converge."""
+def _eigh(moment: Tensor) -> tuple[Tensor, Tensor]:
+    """`torch.linalg.eigh` of FP64 [N, D, D]; NaN where the solver did not converge."""
     try:
-        return torch.linalg.eigh(moment)[1]
+        values, vectors = torch.linalg.eigh(moment)
     except torch.linalg.LinAlgError:  # type: ignore[attr-defined]
         if moment.shape[0] == 1:
-            return torch.full_like(moment, torch.nan)
-        return torch.cat([_eigenvectors(head) for head in moment.split(1)])
+            return torch.full_like(moment[..., 0], torch.nan), torch.full_like(moment, torch.nan)
+        parts = [_eigh(head) for head in moment.split(1)]
+        values, vectors = (torch.cat(part) for part in zip(*parts, strict=True))
+    return values, vectors

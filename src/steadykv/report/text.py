@@ -27,6 +27,7 @@ TITLES = {
     "quantwm": "QuantWM",
     "kvquant": "KVQuant",
     "kvquant_calibrated": "KVQuant calibrated",
+    "steady": "Steady",
     FLOOR: "noise floor",
 }
 

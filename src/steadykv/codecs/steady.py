@@ -1,0 +1,57 @@
+"""`steady`: quantwm whose rounding leaves the errors that PSAC will store anyway.
+
+Rounded one by one, the channels of a key pass their error on, so that the error which remains after
+PSAC lies where queries are weak. Costs nothing in the payload. Values use `qvg4`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from .base import HeadInputs
+from .quantwm import QuantWMCodec
+
+__all__ = ["SteadyCodec"]
+
+
+class SteadyCodec(QuantWMCodec):
+    """k-means, QSAC, grid `affine_zero` with feedback rounding, PSAC.
+
+    Payload: that of quantwm, tensor for tensor; a decoder needs to know nothing of the feedback.
+    A head is rounded plainly, as by quantwm, where it has no queries or a moment of zero (flag
+    `feedback_active` 0), and where its moment cannot be factorised (flag `feedback_failed` 1).
+    """
+
+    title = "Steady"
+    encode_blocks = 2.7
+    flags = (*QuantWMCodec.flags, "feedback_active", "feedback_failed")
+
+    def round_keys(
+        self,
+        residual: Tensor,
+        inputs: HeadInputs,
+        subspace: tuple[Tensor, Tensor] | None,
+        flags: dict[str, Tensor],
+    ) -> tuple[dict[str, Tensor], Tensor]:
+        """See `QuantWMCodec.round_keys`."""
+        config, moment, count = self.config, inputs.moment, inputs.count
+        if moment is None or count is None:
+            return self.round(residual)
+        if subspace is None:
+            subspace = moment[:, :, :0], moment[:, :0, 0]
+        # Without its eigenvectors nothing can be subtracted, and feedback by all of M does harm.
+        usable = torch.where(flags["psac_failed"] == 0, count, 0)
+        order, factor, flags["feedback_active"], failed = ops.feedback_factor(
+            moment, usable, *subspace, config.damping
+        )
+        flags["feedback_failed"] = failed | flags["psac_failed"]
+        return ops.feedback_quantize(
+            residual,
+            order,
+            factor,
+            config.bits,
+            config.group_size,
+            include_zero=config.include_zero,
+        )

@@ -1,0 +1,72 @@
+"""The benchmark scripts run, and their rows say what they claim."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import encode_cpu
+from steadykv.config import preset
+
+SMALL = ["--heads", "2", "--tokens", "96", "--head-dim", "32", "--repeats", "2", "--threads", "1"]
+
+
+def test_encode_cpu_writes_a_row_for_each_tensor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows" / "encode.csv"
+    encode_cpu.main([*SMALL, "--methods", "steady", "--csv", str(path)])
+    printed = capsys.readouterr().out
+    assert "steady   keys" in printed
+    assert "target" not in printed  # another shape than the target's
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["tensor"] for row in rows] == ["keys", "values"]
+    assert [row["codec"] for row in rows] == ["steady", "qvg4"]
+    for row, codec in zip(rows, (preset("steady").keys, preset("steady").values), strict=True):
+        assert int(row["payload_bytes"]) == codec.payload_nbytes(1, 2, 96, 32)
+        assert int(row["input_bytes"]) == 2 * 2 * 96 * 32
+        assert 0 < float(row["seconds_p20"]) <= float(row["seconds"]) <= float(row["seconds_p80"])
+        assert float(row["cpu_seconds"]) > 0
+        assert row["config"] == json.dumps(codec.to_dict())
+    encode_cpu.append(path, rows)
+    assert len(path.read_text().splitlines()) == 1 + 4
+    with pytest.raises(SystemExit, match="other columns"):
+        encode_cpu.append(path, [{"method": "qvg"}])
+
+
+def test_encode_cpu_knows_its_targets() -> None:
+    def row(method: str, tensor: str, seconds: float, peak: float | None) -> dict[str, object]:
+        times = dict.fromkeys(("seconds", "seconds_p20", "seconds_p80", "cpu_seconds"), seconds)
+        shape = encode_cpu.TARGET_SHAPE
+        return {"method": method, "tensor": tensor, "shape": shape, "peak_over_input": peak} | times
+
+    rows = [row("qvg", "keys", 1.0, 5.0), row("qvg", "values", 1.9, 6.0)]
+    text = encode_cpu.table(rows)
+    assert "2.90, target 3 s met" in text
+    assert "at most 6.00" in text
+    assert "target 6 met" in text
+    rows += [row("quantwm", "keys", 5.0, 6.1), row("quantwm", "values", 1.1, None)]
+    text = encode_cpu.table(rows)
+    assert "6.10, target 6 s missed" in text
+    assert "target 6 missed" in text
+
+
+def test_encode_cpu_refuses_what_it_cannot_measure(capsys: pytest.CaptureFixture[str]) -> None:
+    for wrong in (["--methods", "qgv"], ["--repeats", "0"], ["--tokens", "many"]):
+        with pytest.raises(SystemExit):
+            encode_cpu.main(wrong)
+        assert wrong[1] in capsys.readouterr().err
+
+
+def test_the_peak_is_that_of_the_call() -> None:
+    """Memory that lives only during the call counts; what was there before does not."""
+    held = bytearray(64 << 20)
+    peak, result = encode_cpu.peak_growth(lambda: len(bytearray(b"x" * (48 << 20))))
+    assert result == 48 << 20
+    assert len(held) == 64 << 20
+    if peak is not None:  # two copies live at once: the literal and the array
+        assert 90 << 20 < peak < 120 << 20
