@@ -313,7 +313,7 @@ def test_a_side_may_change_fields() -> None:
     both = parse_method("quantwm@centroids=64")
     assert both.keys.centroids == both.values.centroids == 64
     assert parse_method("quantwm@span_chunks=3").policy.span_chunks == 3
-    nearest = parse_method("quantwm@candidates=1,metric=none")
+    nearest = parse_method("quantwm@candidates=1+metric=none")
     assert nearest.keys == CodecConfig("quantwm", candidates=1, metric="none")
     assert parse_method("qvg@stages=3").keys.stages == 3
 
@@ -346,6 +346,7 @@ def test_a_bad_change_is_named(text: str, word: str) -> None:
 
 def test_dictionaries_survive_json() -> None:
     rotated = preset("quarot", dim_splits=(64, 64), clip_ratio=0.95)
+    assert json.loads(json.dumps(rotated.to_dict())) == rotated.to_dict()
     assert CacheConfig.from_dict(json.loads(json.dumps(rotated.to_dict()))) == rotated
     for name in PRESETS:
         config = preset(name, seed=7, span_chunks=2) if "qv" in name else preset(name)

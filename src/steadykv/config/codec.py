@@ -324,7 +324,8 @@ class CodecConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """A JSON-able dictionary with a version."""
-        return {"version": VERSION, **dataclasses.asdict(self)}
+        data = dataclasses.asdict(self)
+        return {"version": VERSION, **data, "dim_splits": list(self.dim_splits)}
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CodecConfig:

@@ -58,13 +58,17 @@ class TensorResult:
 
 
 def default_methods() -> tuple[str, ...]:
-    """Every preset that packs something; one of those whose codecs are equal (policies differ)."""
+    """Every preset that packs something by itself; of those with equal codecs, one.
+
+    What needs a calibration is left out: fitted to the file that it is judged on, it would win.
+    """
     seen: set[Any] = set()
     names = []
     for name in PRESETS:
         config = preset(name)
         codecs = (config.keys, config.values)
-        if codecs not in seen and not all(codec.is_dense for codec in codecs):
+        is_dense = all(codec.is_dense for codec in codecs)
+        if codecs not in seen and not is_dense and not config.needs_calibration:
             names.append(name)
         seen.add(codecs)
     return tuple(names)
