@@ -312,7 +312,6 @@ def test_a_side_may_change_fields() -> None:
     assert config.name.startswith("quantwm@rank=4")
     both = parse_method("quantwm@centroids=64")
     assert both.keys.centroids == both.values.centroids == 64
-    assert parse_method("quantwm@span_chunks=3").policy.span_chunks == 3
     nearest = parse_method("quantwm@candidates=1+metric=none")
     assert nearest.keys == CodecConfig("quantwm", candidates=1, metric="none")
     assert parse_method("qvg@stages=3").keys.stages == 3
@@ -335,6 +334,10 @@ def test_defaults_give_way_to_what_a_side_names() -> None:
         ("qvg@centroids=0", "centroids"),
         ("qvg@centroids=3.5", "centroids"),
         ("qvg@name=x", "name"),
+        ("qvg@span_chunks=4", "span_chunks"),
+        ("bf16:quantwm@rank=32", "rank"),
+        ("quantwm@scale_search=true:bf16", "scale_search"),
+        ("qvg@bits=2.0", "bits"),
         ("qvg@method=kivi", "method"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Options that `demo` and `compare` share, defined once."""
+"""Options that several commands share, defined once."""
 
 from __future__ import annotations
 

@@ -138,8 +138,7 @@ class Codec(ABC):
     permuting heads changes more than places.
     encode_copies, decode_copies: upper bounds of what encoding and decoding allocate beside their
     results, in FP32 copies of the tokens of one pass (measured, plus a few percent). encode_blocks:
-    the same, in row blocks of rounding, for encoding. The defaults are those of the most demanding
-    method.
+    the same, in row blocks of rounding, for encoding. The defaults are above what any method needs.
     """
 
     title: ClassVar[str]

@@ -255,7 +255,9 @@ class CodecConfig:
 
     def _check_choice(self, name: str, choices: tuple[Any, ...]) -> None:
         value = getattr(self, name)
-        if value not in choices or isinstance(value, bool):
+        # 2.0 == 2, but a config is a key: two equal ones must do the same
+        kinds = {type(choice) for choice in choices} | ({int} if 0.0 in choices else set())
+        if type(value) not in kinds or value not in choices:
             expected = " or ".join(repr(choice) for choice in choices)
             raise ConfigError(f"CodecConfig.{name} is {value!r}: expected {expected}")
 

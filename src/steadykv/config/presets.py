@@ -56,10 +56,9 @@ def parse_method(text: str, /, **defaults: Any) -> CacheConfig:
     Raises ConfigError for an unknown preset or field, a value that does not fit, and two policies.
     """
     keys_text, colon, values_text = text.strip().partition(":")
-    keys = _side(keys_text, defaults)
     if not colon:
-        return keys.replace(name=text.strip())
-    values = _side(values_text, defaults)
+        return _side(keys_text, defaults, ("keys", "values")).replace(name=text.strip())
+    keys, values = _side(keys_text, defaults, ("keys",)), _side(values_text, defaults, ("values",))
     policies = {c.policy for c in (keys, values)} - {CachePolicy()}
     if len(policies) > 1:
         raise ConfigError(
@@ -69,8 +68,8 @@ def parse_method(text: str, /, **defaults: Any) -> CacheConfig:
     return CacheConfig(keys.keys, values.values, policy, text.strip())
 
 
-def _side(text: str, defaults: dict[str, Any]) -> CacheConfig:
-    """One side of a method: a preset's name and its changes."""
+def _side(text: str, defaults: dict[str, Any], used: tuple[str, ...]) -> CacheConfig:
+    """One side of a method: a preset's name and its changes, of which `used` codecs are kept."""
     name, at, changes = text.strip().partition("@")
     config = preset(name.strip())
     read = {field for codec in (config.keys, config.values) for field in METHODS[codec.method]}
@@ -85,8 +84,10 @@ def _side(text: str, defaults: dict[str, Any]) -> CacheConfig:
                 f"{text!r}: got {change!r}, expected FIELD=VALUE, each field once; "
                 "separate several with '+'"
             )
-        if field in ("keys", "values", "policy", "name"):
-            raise ConfigError(f"{text!r}: {field} cannot be set here: expected a codec's field")
+        read = {name for side in used for name in METHODS[getattr(config, side).method]}
+        if field not in read:
+            known = ", ".join(sorted(read))
+            raise ConfigError(f"{text!r}: got {field!r}, expected a field read here: {known}")
         overrides[field] = _number_or_word(value)
     return config.replace(**overrides)
 

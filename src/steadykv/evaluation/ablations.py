@@ -1,7 +1,7 @@
 """The papers' ablations: which caches one comparison has to set side by side.
 
 Each is a list of groups; the methods of a group run under one policy. What the papers report and
-what came out here is on the pages in `docs/ablations/`.
+what came out here is in `docs/ablations.md`.
 """
 
 from __future__ import annotations
