@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -16,25 +15,33 @@ from steadykv.cli.common import (
     progress_bar,
 )
 from steadykv.cli.compare import BATCH
-from steadykv.cli.options import Centroids, Device, Frames, Json, Out, Walks, World
+from steadykv.cli.options import (
+    Batch,
+    Centroids,
+    Device,
+    Frames,
+    Json,
+    Out,
+    Rows,
+    SeedCount,
+    WalkCount,
+    Walks,
+    World,
+)
 from steadykv.evaluation.ablations import ABLATIONS, ablation
 
 
 def ablate(
     context: typer.Context,
     name: Annotated[str, typer.Argument(help=f"One of: {' '.join(ABLATIONS)}.")],
-    episodes: Annotated[int, typer.Option(min=1, help="Held-out walks, from the first on.")] = 8,
-    seeds: Annotated[int, typer.Option(min=1, help="Noise seeds a walk.")] = 1,
+    episodes: WalkCount = 8,
+    seeds: SeedCount = 1,
     frames: Frames = 24,
     centroids: Centroids = 32,
     device: Device = "cpu",
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Rollouts that run together (default: by device).")
-    ] = None,
+    batch: Batch = None,
     out: Out = None,
-    rows: Annotated[
-        Path | None, typer.Option(help="Also write one CSV row a method to this new file.")
-    ] = None,
+    rows: Rows = None,
     world: World = None,
     walks: Walks = None,
     json: Json = False,

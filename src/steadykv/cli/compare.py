@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -17,6 +16,7 @@ from steadykv.cli.common import (
     progress_bar,
 )
 from steadykv.cli.options import (
+    Batch,
     Centroids,
     Device,
     Frames,
@@ -24,8 +24,11 @@ from steadykv.cli.options import (
     Keys,
     Methods,
     Out,
+    Rows,
+    SeedCount,
     SpanChunks,
     Values,
+    WalkCount,
     Walks,
     World,
 )
@@ -56,8 +59,8 @@ def compare(
     methods: Methods = list(METHODS),  # noqa: B006 - typer reads the default and never changes it
     keys: Keys = None,
     values: Values = None,
-    episodes: Annotated[int, typer.Option(min=1, help="Held-out walks, from the first on.")] = 8,
-    seeds: Annotated[int, typer.Option(min=1, help="Noise seeds a walk.")] = 1,
+    episodes: WalkCount = 8,
+    seeds: SeedCount = 1,
     frames: Frames = 48,
     span_chunks: SpanChunks = 2,
     centroids: Centroids = 32,
@@ -75,13 +78,9 @@ def compare(
     dtype: Annotated[
         Precision, typer.Option(help="What the network computes in (auto: by device).")
     ] = Precision.auto,
-    batch: Annotated[
-        int | None, typer.Option(min=1, help="Rollouts that run together (default: by device).")
-    ] = None,
+    batch: Batch = None,
     out: Out = None,
-    rows: Annotated[
-        Path | None, typer.Option(help="Also write one CSV row a method to this new file.")
-    ] = None,
+    rows: Rows = None,
     world: World = None,
     walks: Walks = None,
     json: Json = False,

@@ -17,6 +17,14 @@ Keys = Annotated[
     typer.Option(help="With --values: one more cache, these keys with those values (KEYS:VALUES)."),
 ]
 Values = Annotated[str | None, typer.Option(help="With --keys: how that cache packs its values.")]
+WalkCount = Annotated[int, typer.Option(min=1, help="Held-out walks, from the first on.")]
+SeedCount = Annotated[int, typer.Option(min=1, help="Noise seeds a walk.")]
+Batch = Annotated[
+    int | None, typer.Option(min=1, help="Rollouts that run together (default: by device).")
+]
+Rows = Annotated[
+    Path | None, typer.Option(help="Also write one CSV row a method to this new file.")
+]
 Frames = Annotated[int, typer.Option(min=1, help="Frames to generate, a multiple of 3.")]
 SpanChunks = Annotated[int, typer.Option(min=1, help="Chunks packed together.")]
 Centroids = Annotated[int, typer.Option(min=1, help="Cluster means per head and span.")]
