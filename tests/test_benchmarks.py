@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import encode_cpu
+from benchmarks import encode_cpu, warm_start
+from steadykv.capture import Selection
 from steadykv.config import preset
+from steadykv.evaluation.world_capture import capture_world
+from tests.worlds import tiny_episodes, tiny_world
 
 SMALL = ["--heads", "2", "--tokens", "96", "--head-dim", "32", "--repeats", "2", "--threads", "1"]
 
@@ -70,3 +73,20 @@ def test_the_peak_is_that_of_the_call() -> None:
     assert len(held) == 64 << 20
     if peak is not None:  # two copies live at once: the literal and the array
         assert 90 << 20 < peak < 120 << 20
+
+
+def test_warm_start_compares_every_start(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    walk, path = tmp_path / "walk.safetensors", tmp_path / "rows.csv"
+    capture_world(tiny_world(), tiny_episodes(1), walk, Selection(), frames=9)
+    warm_start.main([str(walk), "--centroids", "8", "--csv", str(path)])
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2 * 3 * len(warm_start.ITERATIONS)
+    error = {(r["tensor"], r["start"], r["iterations"]): float(r["error"]) for r in rows}
+    assert all(0 < value < 1 for value in error.values())
+    for side in ("k", "v"):  # from another start, other clusters
+        assert len({error[side, start, "2"] for start in warm_start.STARTS}) == 3
+        assert error[side, "cold", "16"] < error[side, "cold", "0"]
+    assert f"{error['k', 'ids', '1']:.4f}" in capsys.readouterr().out
