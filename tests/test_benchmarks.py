@@ -7,8 +7,9 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 
-from benchmarks import encode_cpu, warm_start
+from benchmarks import encode_cpu, query_energy, warm_start
 from steadykv.capture import Selection
 from steadykv.config import preset
 from steadykv.evaluation.world_capture import capture_world
@@ -90,3 +91,25 @@ def test_warm_start_compares_every_start(
         assert len({error[side, start, "2"] for start in warm_start.STARTS}) == 3
         assert error[side, "cold", "16"] < error[side, "cold", "0"]
     assert f"{error['k', 'ids', '1']:.4f}" in capsys.readouterr().out
+
+
+def test_query_energy_is_the_share_of_the_leading_directions(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    moment = torch.diag(torch.tensor([1.0, 6.0, 0.0, 3.0]))
+    turn = torch.linalg.qr(torch.randn(4, 4, generator=torch.Generator().manual_seed(0))).Q
+    shares = query_energy.energy_shares(torch.stack((moment, turn @ moment @ turn.T)))
+    expected = torch.tensor([0.6, 0.9, 1.0, 1.0], dtype=torch.float64).expand(2, 4)
+    torch.testing.assert_close(shares, expected, rtol=0, atol=1e-6)
+    walk, path = tmp_path / "walk.safetensors", tmp_path / "rows.csv"
+    capture_world(tiny_world(), tiny_episodes(1), walk, Selection(), frames=9)
+    query_energy.main([str(walk), "--csv", str(path)])
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["layer"] for row in rows] == ["0", "1"]
+    for row in rows:
+        found = [float(row[f"rank_{rank}"]) for rank in query_energy.RANKS]
+        assert found == sorted(found)
+        assert found[-1] == pytest.approx(1.0)  # all 32 directions
+    printed = capsys.readouterr().out
+    assert f"{float(rows[1]['rank_8']):.3f}" in printed
