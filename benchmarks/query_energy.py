@@ -10,7 +10,6 @@ trace in its r largest eigenvalues, the mean over batch rows and heads.
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ import torch
 
 from steadykv.capture import CaptureFile, open_capture
 from steadykv.evaluation.provenance import environment
+from steadykv.evaluation.results import write_csv
 
 RANKS = (1, 2, 4, 8, 16, 32)
 
@@ -57,10 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for row in rows:
         print(f"{row['layer']:<7}" + "".join(f"{row[name]:>10.3f}" for name in names))
     if options.csv is not None:
-        with options.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(options.csv, rows)
 
 
 if __name__ == "__main__":

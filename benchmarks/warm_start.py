@@ -12,7 +12,6 @@ Streaming centroid caching: arXiv 2602.02958, section 4.3.
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from steadykv.codecs import Payload, SpanKey, encode
 from steadykv.config import CodecConfig, preset
 from steadykv.evaluation.metrics.tensors import relative_error
 from steadykv.evaluation.provenance import environment
+from steadykv.evaluation.results import write_csv
 
 STARTS: dict[str, bool | str] = {"cold": False, "centroids": True, "ids": "ids"}
 ITERATIONS = (0, 1, 2, 4, 8, 16)
@@ -90,10 +90,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = measure(open_capture(options.file), options.centroids)
     print(table(rows))
     if options.csv is not None:
-        with options.csv.open("w", newline="") as file:
-            writer = csv.DictWriter(file, list(rows[0]), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(options.csv, rows)
 
 
 if __name__ == "__main__":

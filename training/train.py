@@ -212,7 +212,7 @@ class Course:
 
     def __init__(self, learner: Learner, recipe: Recipe, walks: Walks, process: Process):
         self.learner, self.recipe, self.walks = learner, recipe, walks
-        self.device, model = process.device, learner.model
+        model = learner.model
         self.generator = torch.Generator(process.device).manual_seed(1 + process.rank)
         self.rng = np.random.default_rng(1 + process.rank)
         self.judge: Judge | None = None

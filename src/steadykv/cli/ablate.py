@@ -57,9 +57,7 @@ def ablate(
         folder = new_folder(out, f"ablate-{name}")
         table = None if rows is None else new_file(rows, "--rows")
         place = checked_device(device)
-        import torch
-
-        from steadykv.cli.session import Session
+        from steadykv.cli.session import Session, network_dtype
         from steadykv.evaluation.results import write_csv
 
         options: dict[str, Any] = {
@@ -76,7 +74,7 @@ def ablate(
                 seeds=range(seeds),
                 frames=frames,
                 device=place,
-                dtype=torch.bfloat16 if place.type == "cuda" else torch.float32,
+                dtype=network_dtype(place),
                 policy=policy,
                 options=options,
                 command=command_text(context.obj),

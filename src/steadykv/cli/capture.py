@@ -4,27 +4,29 @@ from __future__ import annotations
 
 import json as json_module
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from steadykv.cli.common import checked_device, claimed, new_file, new_folder, progress_bar
-from steadykv.cli.options import Device, Frames, Json, SpanChunks, Walks, World
+from steadykv.cli.options import (
+    Device,
+    Frames,
+    Json,
+    KeyRope,
+    KeyRopeOption,
+    SpanChunks,
+    WalkCount,
+    Walks,
+    World,
+)
 from steadykv.cli.values import byte_size, number_list
 
 if TYPE_CHECKING:
     from steadykv.evaluation.world_capture import CapturePlan
 
 CAPTURE_FILE = "capture.safetensors"
-
-
-class KeyRope(StrEnum):
-    """Whether keys are stored after or before their rotary embedding."""
-
-    post = "post"
-    pre = "pre"
 
 
 def capture(
@@ -34,13 +36,11 @@ def capture(
     queries: Annotated[
         int, typer.Option(min=0, help="Later queries a span and layer, sampled from all passes.")
     ] = 256,
-    episodes: Annotated[int, typer.Option(min=1, help="Held-out walks, from the first on.")] = 1,
+    episodes: WalkCount = 1,
     frames: Frames = 24,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise and of the sample.")] = 0,
     span_chunks: SpanChunks = 2,
-    key_rope: Annotated[
-        KeyRope, typer.Option(help="Store keys after or before RoPE.")
-    ] = KeyRope.post,
+    key_rope: KeyRopeOption = KeyRope.post,
     max_bytes: Annotated[
         str, typer.Option(help="Largest file that is allowed, such as 800MB or 2GiB.")
     ] = "1GiB",
@@ -64,21 +64,15 @@ def capture(
         folder = new_folder(None, "capture") if out is None else None
         path = new_file(out, "--out") if out is not None else None
         place = checked_device(device)
-        import torch
-
         from steadykv.capture import Selection
         from steadykv.cli.interrupts import raise_on_interrupt
-        from steadykv.cli.session import check_frames
+        from steadykv.cli.session import check_frames, network_dtype
         from steadykv.evaluation.world_capture import capture_world
         from steadykv.world import load_episodes, load_world
 
         selection = Selection(**chosen, queries=queries, seed=seed)
         rows = load_episodes(episodes, walks)
-        model = load_world(
-            world,
-            device=place,
-            dtype=torch.bfloat16 if place.type == "cuda" else torch.float32,
-        )
+        model = load_world(world, device=place, dtype=network_dtype(place))
         check_frames(frames, model.config.chunk_frames, rows.actions.shape[1])
         raise_on_interrupt()
         with claimed(folder):

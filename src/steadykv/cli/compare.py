@@ -21,6 +21,8 @@ from steadykv.cli.options import (
     Device,
     Frames,
     Json,
+    KeyRope,
+    KeyRopeOption,
     Keys,
     Methods,
     Out,
@@ -47,13 +49,6 @@ class Precision(StrEnum):
     bfloat16 = "bfloat16"
 
 
-class KeyRope(StrEnum):
-    """Whether keys are stored after or before their rotary embedding."""
-
-    post = "post"
-    pre = "pre"
-
-
 def compare(
     context: typer.Context,
     methods: Methods = list(METHODS),  # noqa: B006 - typer reads the default and never changes it
@@ -66,9 +61,7 @@ def compare(
     centroids: Centroids = 32,
     sink_keep: Annotated[int, typer.Option(min=0, help="First frames kept in BF16.")] = 0,
     recent_keep: Annotated[int, typer.Option(min=0, help="Newest chunks kept in BF16.")] = 0,
-    key_rope: Annotated[
-        KeyRope, typer.Option(help="Store keys after or before RoPE.")
-    ] = KeyRope.post,
+    key_rope: KeyRopeOption = KeyRope.post,
     paired: Annotated[
         str | None, typer.Option(help="Method whose difference from each other one is reported.")
     ] = None,
@@ -93,9 +86,7 @@ def compare(
         folder = new_folder(out, "compare")
         table = None if rows is None else new_file(rows, "--rows")
         place = checked_device(device)
-        import torch
-
-        from steadykv.cli.session import Session
+        from steadykv.cli.session import Session, network_dtype
         from steadykv.evaluation.results import write_csv
 
         options: dict[str, Any] = {
@@ -107,7 +98,6 @@ def compare(
         }
         if not shift:
             options["shift"] = None
-        automatic = "bfloat16" if place.type == "cuda" else "float32"
         session = Session(
             folder=folder,
             methods=names,
@@ -115,7 +105,7 @@ def compare(
             seeds=range(seeds),
             frames=frames,
             device=place,
-            dtype=getattr(torch, automatic if dtype is Precision.auto else dtype.value),
+            dtype=network_dtype(place, dtype.value),
             policy=policy,
             options=options,
             command=command_text(context.obj),

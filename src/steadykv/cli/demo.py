@@ -53,9 +53,7 @@ def demo(
         names = checked_methods(methods, policy, centroids, keys=keys, values=values)
         folder = new_folder(out, "demo")
         place = checked_device(device)
-        import torch
-
-        from steadykv.cli.session import Session
+        from steadykv.cli.session import Session, network_dtype
 
         session = Session(
             folder=folder,
@@ -64,7 +62,7 @@ def demo(
             seeds=[seed],
             frames=frames,
             device=place,
-            dtype=torch.bfloat16 if place.type == "cuda" else torch.float32,
+            dtype=network_dtype(place),
             policy=policy,
             options={"centroids": centroids},
             command=command_text(context.obj),

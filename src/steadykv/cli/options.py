@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +12,15 @@ from steadykv.config import PRESETS
 
 METHODS_HELP = f"Caches: {' '.join(PRESETS)}, or KEYS:VALUES; NAME@FIELD=VALUE changes a codec."
 
+
+class KeyRope(StrEnum):
+    """Whether keys are stored after or before their rotary embedding."""
+
+    post = "post"
+    pre = "pre"
+
+
+KeyRopeOption = Annotated[KeyRope, typer.Option(help="Store keys after or before RoPE.")]
 Methods = Annotated[list[str], typer.Option(help=METHODS_HELP)]
 Keys = Annotated[
     str | None,

@@ -141,6 +141,16 @@ class Session:
         console.print(f"report: {report.resolve()}", highlight=False, soft_wrap=True)
 
 
+def network_dtype(device: torch.device, precision: str = "auto") -> torch.dtype:
+    """What the network computes in; "auto" is BF16 on CUDA and FP32 elsewhere."""
+    import torch
+
+    if precision == "auto":
+        precision = "bfloat16" if device.type == "cuda" else "float32"
+    dtype: torch.dtype = getattr(torch, precision)
+    return dtype
+
+
 def check_frames(frames: int, chunk: int, held: int) -> None:
     """Refuse a length that the world cannot generate. Raises ConfigError.
 
