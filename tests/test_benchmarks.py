@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from benchmarks import encode_cpu, query_energy, warm_start
+from benchmarks import encode_cpu, paired, query_energy, warm_start
 from steadykv.capture import Selection
 from steadykv.config import preset
 from steadykv.evaluation.world_capture import capture_world
@@ -113,3 +113,22 @@ def test_query_energy_is_the_share_of_the_leading_directions(
         assert found[-1] == pytest.approx(1.0)  # all 32 directions
     printed = capsys.readouterr().out
     assert f"{float(rows[1]['rank_8']):.3f}" in printed
+
+
+def test_paired_tells_two_methods_of_a_finished_comparison_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rollouts = [
+        {"method": method, "episode": walk, "seed": seed, "mse_by_frame": [0.0, mse, 2 * mse],
+         "ssim_by_frame": [1.0, 0.9, 0.8], "flicker_by_step": [mse, 0.0],
+         "top1_shift": None, "top5_shift": None}
+        for method, mse in (("a", 10.0), ("b", 100.0)) for walk in "xyz" for seed in (0, 1)
+    ]  # fmt: skip
+    path = tmp_path / "rollouts.json"
+    path.write_text(json.dumps(rollouts))
+    paired.main([str(path), "a", "b", "--first-frame", "1"])
+    printed = capsys.readouterr().out
+    assert "frames 1-2" in printed
+    assert "+10.0000  (+10.0000 to +10.0000)" in printed
+    with pytest.raises(SystemExit, match="no rollouts of"):
+        paired.main([str(path), "a", "c"])
