@@ -218,13 +218,16 @@ def test_one_outlier_coarsens_the_scales_of_its_head_only() -> None:
 
 
 @pytest.mark.parametrize("fill", [math.nan, math.inf], ids=str)
-def test_replace_nonfinite(fill: float) -> None:
+def test_head_rows_replace_nan_and_inf(fill: float) -> None:
     x = sample_tokens(2, 3, 4, 5)
     x[1, 2, 0, :3] = fill
-    clean, count = ops.replace_nonfinite(x)
+    rows, count = ops.head_rows(x, 0, 6)
     assert count.dtype == torch.int64
-    assert count.tolist() == [[0, 0, 0], [0, 0, 3]]
-    assert clean.dtype == x.dtype
-    assert not clean[1, 2, 0, :3].any()
-    clean[1, 2, 0, :3] = fill
-    assert torch.equal(clean.view(torch.int16), x.view(torch.int16))
+    assert count.tolist() == [0, 0, 0, 0, 0, 3]
+    assert rows.dtype == torch.float32
+    assert not rows[5, 0, :3].any()
+    x[1, 2, 0, :3] = 0
+    assert torch.equal(rows, x.flatten(0, 1).float())
+    strided = x.transpose(1, 2).contiguous().transpose(1, 2)
+    some, count = ops.head_rows(strided, 1, 5)  # across the batch rows
+    assert torch.equal(some, rows[1:5])

@@ -98,28 +98,14 @@ def encode(
 
 
 def _encode_heads(codec: Codec, x: Tensor, heads: slice, inputs: HeadInputs) -> Encoded:
-    """Encodes some of the N = B·H heads from a clean FP32 copy."""
-    rows, nonfinite = ops.replace_nonfinite(_head_rows(x, heads))
+    """Encodes some of the N = B·H heads from a clean copy."""
+    rows, nonfinite = ops.head_rows(x, heads.start, heads.stop)
     whole = (inputs.moment, inputs.count, inputs.initial_centroids, inputs.initial_ids)
     moment, count, start, ids = (None if t is None else t[heads] for t in whole)
     mine = replace(inputs, moment=moment, count=count, initial_centroids=start, initial_ids=ids)
     encoded = codec.encode(rows, mine)
     encoded.flags["nonfinite"] = nonfinite
     return encoded
-
-
-def _head_rows(x: Tensor, heads: slice) -> Tensor:
-    """Heads first..last of [B, H, S, D] in any strides, as a new contiguous FP32 [n, S, D]."""
-    shape = (heads.stop - heads.start, *x.shape[2:])
-    rows = torch.empty(shape, dtype=torch.float32, device=x.device)
-    first = heads.start
-    while first < heads.stop:  # whole batch rows, cut at the ends
-        row, head = divmod(first, x.shape[1])
-        count = min(x.shape[1] - head, heads.stop - first)
-        at = first - heads.start
-        rows[at : at + count] = x[row, head : head + count]
-        first += count
-    return rows
 
 
 def heads_per_pass(codec: Codec, shape: Shape, device: torch.device) -> int:

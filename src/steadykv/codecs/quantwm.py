@@ -52,7 +52,7 @@ class QuantWMCodec(QVG4Codec):
         names = [name for name in self.flags if FLAGS[name] == torch.uint8]
         flags = {name: x.new_zeros(x.shape[0], dtype=torch.uint8) for name in names}
         weight, metric = self.sensitivity(inputs, flags)
-        _, centroids, stored, lost_scales = self.cluster(x, inputs, 0, with_ids=False)
+        centroids, stored, lost_scales, _ = self.centroids(x, inputs, 0)
         ids = ops.select_centroids(
             x,
             centroids,
@@ -63,16 +63,12 @@ class QuantWMCodec(QVG4Codec):
             include_zero=config.include_zero and self.grid == "affine_zero",
         )
         subspace = self.subspace(inputs, flags)
-        residual = ops.subtract_centroids(x, centroids, ids)
-        tensors, saturated = self.round_keys(residual, inputs, subspace, flags)
+        tensors, saturated = self.round_keys(x, centroids, ids, inputs, subspace, flags)
         saturated = saturated + lost_scales
-        del residual
         if config.refit:
             centroids = stored["centroids"] = self.refit(x, tensors, ids, centroids)
         if subspace is not None:
-            rounded = self.rounded(tensors, x)
-            error = ops.subtract_centroids(x, centroids, ids, rounded=rounded)
-            coefficients, lost = self.compensate(error, inputs, subspace)
+            coefficients, lost = self.compensate(x, centroids, ids, tensors, inputs, subspace)
             tensors.update(coefficients)
             saturated = saturated + lost
         tensors["ids"] = ids[:, None].to(self.id_dtype)
@@ -107,21 +103,40 @@ class QuantWMCodec(QVG4Codec):
 
     def round_keys(
         self,
-        residual: Tensor,
+        x: Tensor,
+        centroids: Tensor,
+        ids: Tensor,
         inputs: HeadInputs,
         subspace: tuple[Tensor, Tensor] | None,
         flags: dict[str, Tensor],
     ) -> tuple[dict[str, Tensor], Tensor]:
         """As `round`, for a method whose rounding depends on queries; it may set flags."""
-        return self.round(residual)
+        return self.round(x, centroids, ids)
 
     def compensate(
-        self, error: Tensor, inputs: HeadInputs, subspace: tuple[Tensor, Tensor]
+        self,
+        x: Tensor,
+        centroids: Tensor,
+        ids: Tensor,
+        tensors: Mapping[str, Tensor],
+        inputs: HeadInputs,
+        subspace: tuple[Tensor, Tensor],
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """PSAC of the key error [N, S, D]: its tensors, and the saturated scales [N]."""
+        """PSAC of the error that the rounded `tensors` leave: its own, and what saturated [N]."""
         assert inputs.moment is not None
-        basis = subspace[0].to(torch.bfloat16)
-        codes, scales, lost = ops.compensate(error, basis, inputs.moment, self.config.retain)
+        config, basis = self.config, subspace[0].to(torch.bfloat16)
+        codes, scales, lost = ops.compensate_clustered(
+            x,
+            centroids,
+            ids,
+            tensors,
+            self.grid,
+            config.bits,
+            config.group_size,
+            basis,
+            inputs.moment,
+            config.retain,
+        )
         return {"basis": basis, "coef_codes": codes, "coef_scales": scales}, lost
 
     def finish(self, tensors: dict[str, Tensor], shape: Shape) -> dict[str, Tensor]:

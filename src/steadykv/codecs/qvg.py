@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,7 +12,18 @@ from .. import ops
 from ..errors import PayloadError
 from .base import Codec, Encoded, HeadInputs, Shape, TensorSpec, check_trits
 
-__all__ = ["QVGCodec"]
+__all__ = ["Clusters", "QVGCodec"]
+
+
+class Clusters(NamedTuple):
+    """One stage: ids int64 [N, S], the centroids [N, C, D] as decoding has them, the tensors that
+    store them, and the number of saturated scales [N].
+    """
+
+    ids: Tensor
+    values: Tensor
+    stored: dict[str, Tensor]
+    saturated: Tensor | int
 
 
 class QVGCodec(Codec):
@@ -78,34 +89,35 @@ class QVGCodec(Codec):
     def encode(self, x: Tensor, inputs: HeadInputs) -> Encoded:
         """See `Codec.encode`."""
         config = self.config
-        residual, clustered, stages, all_ids = x, x, [], []
-        saturated = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
-        for stage in range(config.stages):
-            ids, values, stored, lost = self.cluster(residual, inputs, stage)
-            assert ids is not None
-            if config.refit:
-                clustered = residual  # what the last stage clusters
-            residual = ops.subtract_centroids(residual, values, ids)
-            stages.append(stored)
-            all_ids.append(ids)
-            saturated += lost
-        tensors, lost = self.round(residual)
-        del residual
+        rows = x
+        found = [self.cluster(rows, inputs, 0)]
+        for stage in range(1, config.stages):
+            rows = ops.subtract_centroids(rows, found[-1].values, found[-1].ids)
+            found.append(self.cluster(rows, inputs, stage))
+        last = found[-1]
+        tensors, saturated = self.round(rows, last.values, last.ids)
         if config.refit:
-            centroids = self.refit(clustered, tensors, all_ids[-1], stages[-1]["centroids"])
-            stages[-1]["centroids"] = centroids
-        tensors["ids"] = torch.stack(all_ids, 1).to(self.id_dtype)
-        for name in stages[0]:
-            tensors[name] = torch.stack([stored[name] for stored in stages], 1)
-        return Encoded(tensors, {"saturated": saturated + lost})
+            last.stored["centroids"] = self.refit(rows, tensors, last.ids, last.stored["centroids"])
+        tensors["ids"] = torch.stack([clusters.ids for clusters in found], 1).to(self.id_dtype)
+        for name in last.stored:
+            tensors[name] = torch.stack([clusters.stored[name] for clusters in found], 1)
+        for clusters in found:
+            saturated = saturated + clusters.saturated
+        return Encoded(tensors, {"saturated": saturated})
 
-    def cluster(
-        self, x: Tensor, inputs: HeadInputs, stage: int, with_ids: bool = True
-    ) -> tuple[Tensor | None, Tensor, dict[str, Tensor], Tensor | int]:
-        """One stage of k-means over FP32 [N, S, D].
+    def cluster(self, x: Tensor, inputs: HeadInputs, stage: int) -> Clusters:
+        """One stage of k-means over [N, S, D]."""
+        values, stored, saturated, ids = self.centroids(x, inputs, stage, with_ids=True)
+        assert ids is not None
+        return Clusters(ids, values, stored, saturated)
 
-        Returns ids int64 [N, S] (None without `with_ids`), the centroids [N, C, D] as decoding has
-        them, the tensors that store them, and the number of saturated scales, int64 [N].
+    def centroids(
+        self, x: Tensor, inputs: HeadInputs, stage: int, with_ids: bool = False
+    ) -> tuple[Tensor, dict[str, Tensor], Tensor | int, Tensor | None]:
+        """The centroids of [N, S, D] as decoding has them, [N, C, D].
+
+        Then the tensors that store them, the number of saturated scales [N], and `with_ids` the
+        nearest of each token, int64 [N, S].
         """
         config = self.config
         start = self.start_centroids(x, inputs, stage)
@@ -119,17 +131,18 @@ class QVGCodec(Codec):
             reseed_empty=config.reseed_empty,
         )
         if is_bf16:
-            return ids, values, {"centroids": values}, 0
+            return values, {"centroids": values}, 0, ids
         stored, saturated = ops.quantize_centroids(values)
         values = ops.centroid_values(stored)
-        ids = ops.assign_centroids(x, values) if with_ids else None
-        return ids, values, stored, saturated
+        return values, stored, saturated, ops.assign_centroids(x, values) if with_ids else None
 
-    def round(self, residual: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Rounds FP32 [N, S, D] onto the grid; returns its tensors and the saturated values [N]."""
+    def round(self, x: Tensor, centroids: Tensor, ids: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Rounds what the centroids leave of [N, S, D]: the grid's tensors, what saturated [N]."""
         config = self.config
-        return ops.group_quantize(
-            residual,
+        return ops.quantize_clustered(
+            x,
+            centroids,
+            ids,
             self.grid,
             config.bits,
             config.group_size,

@@ -30,7 +30,9 @@ class SteadyCodec(QuantWMCodec):
 
     def round_keys(
         self,
-        residual: Tensor,
+        x: Tensor,
+        centroids: Tensor,
+        ids: Tensor,
         inputs: HeadInputs,
         subspace: tuple[Tensor, Tensor] | None,
         flags: dict[str, Tensor],
@@ -38,7 +40,7 @@ class SteadyCodec(QuantWMCodec):
         """See `QuantWMCodec.round_keys`."""
         config, moment, count = self.config, inputs.moment, inputs.count
         if moment is None or count is None:
-            return self.round(residual)
+            return self.round(x, centroids, ids)
         if subspace is None:
             subspace = moment[:, :, :0], moment[:, :0, 0]
         # Without its eigenvectors nothing can be subtracted, and feedback by all of M does harm.
@@ -48,7 +50,7 @@ class SteadyCodec(QuantWMCodec):
         )
         flags["feedback_failed"] = failed | flags["psac_failed"]
         return ops.feedback_quantize(
-            residual,
+            ops.subtract_centroids(x, centroids, ids),
             order,
             factor,
             config.bits,

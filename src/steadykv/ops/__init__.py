@@ -3,8 +3,8 @@
 from .decode import decode_clustered, decode_grouped, decode_nonuniform
 from .dispatch import BACKENDS, OPS, explain, use_backend
 from .feedback_rounding import feedback_factor, feedback_quantize
-from .finite import replace_nonfinite
-from .group_quantize import group_dequantize, group_quantize
+from .finite import head_rows
+from .group_quantize import group_dequantize, group_quantize, quantize_clustered
 from .hadamard import hadamard
 from .kmeans import (
     assign_centroids,
@@ -25,7 +25,7 @@ from .nonuniform import (
 )
 from .pack import pack, packed_length, unpack
 from .precision import full_precision
-from .psac import compensate, query_subspace
+from .psac import compensate, compensate_clustered, query_subspace
 from .qsac import query_metric, select_centroids
 from .query_moment import accumulate_moment, channel_weight, merge_moment
 
@@ -38,6 +38,7 @@ __all__ = [
     "channel_weight",
     "cluster_means",
     "compensate",
+    "compensate_clustered",
     "decode_clustered",
     "decode_grouped",
     "decode_nonuniform",
@@ -51,6 +52,7 @@ __all__ = [
     "group_dequantize",
     "group_quantize",
     "hadamard",
+    "head_rows",
     "inlier_range",
     "kmeans",
     "merge_moment",
@@ -59,10 +61,10 @@ __all__ = [
     "pack",
     "packed_length",
     "quantize_centroids",
+    "quantize_clustered",
     "query_metric",
     "query_subspace",
     "refit_centroids",
-    "replace_nonfinite",
     "select_centroids",
     "subtract_centroids",
     "unpack",

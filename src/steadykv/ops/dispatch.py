@@ -1,8 +1,8 @@
 """Which implementation of an op runs.
 
 The first that says something decides: the `backend` argument of the call, the `use_backend`
-context, the environment variable STEADYKV_BACKEND, the automatic order. A backend is asked by
-device alone, so that the choice is static. A backend named explicitly that cannot serve raises
+context, the environment variable STEADYKV_BACKEND, the automatic order. A backend is asked by op
+and device alone, so that the choice is static. A backend named explicitly that cannot serve raises
 `BackendUnavailable`; it is never replaced in silence.
 """
 
@@ -12,7 +12,9 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 from importlib import import_module
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -38,11 +40,42 @@ OPS = (
     "query_moment",
 )
 
-# Backend (= folder) in automatic order -> a function of (op, device) that returns why it cannot
-# serve, or None.
-BACKENDS: dict[str, Callable[[str, torch.device], str | None]] = {
-    "reference": lambda op, device: None,
+# Those of them that have a module of kernels.
+KERNELS: tuple[str, ...] = ()
+
+OLDEST_CAPABILITY = (8, 0)  # BF16 in the matrix units
+
+
+def _refuse_triton(op: str, device: torch.device, named: bool) -> str | None:
+    if op not in KERNELS:
+        return "it has no kernel"
+    if not find_spec("triton"):
+        return "triton is not installed: pip install 'steadykv[triton]'"
+    if os.environ.get("TRITON_INTERPRET") == "1":  # for tests: slow, so never chosen by itself
+        return None if named else "triton interprets here: name the backend to use it"
+    if device.type != "cuda":
+        return f"it runs on CUDA devices, not on {device.type}"
+    capability = _capability(device.index)
+    if capability < OLDEST_CAPABILITY:
+        return (
+            f"the device has compute capability {capability[0]}.{capability[1]}, expected "
+            f"{OLDEST_CAPABILITY[0]}.{OLDEST_CAPABILITY[1]} (Ampere) or newer"
+        )
+    return None
+
+
+@cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
+
+
+# Backend -> a function of (op, device, whether it was named explicitly) that returns why it cannot
+# serve, or None. In automatic order.
+BACKENDS: dict[str, Callable[[str, torch.device, bool], str | None]] = {
+    "triton": _refuse_triton,
+    "reference": lambda op, device, named: None,
 }
+_FOLDERS = {"triton": "kernels", "reference": "reference"}
 
 _context: ContextVar[str | None] = ContextVar("steadykv_backend", default=None)
 _modules: dict[tuple[str, str], ModuleType] = {}
@@ -64,7 +97,7 @@ def resolve(op: str, device: torch.device, backend: str | None = None) -> Module
     name = _choose(op, device, backend)[0]
     module = _modules.get((name, op))
     if module is None:
-        module = _modules[name, op] = import_module(f"steadykv.{name}.{op}")
+        module = _modules[name, op] = import_module(f"steadykv.{_FOLDERS[name]}.{op}")
     return module
 
 
@@ -85,7 +118,7 @@ def _choose(op: str, device: torch.device, backend: str | None) -> tuple[str, st
         backend, source = os.environ.get(VARIABLE) or None, VARIABLE
     if backend is not None:
         _check_known(backend, source)
-        refusal = BACKENDS[backend](op, device)
+        refusal = BACKENDS[backend](op, device, True)
         if refusal:
             raise BackendUnavailable(
                 f"{source} asks for {backend!r}, which cannot run {op} on {device}: {refusal}"
@@ -93,7 +126,7 @@ def _choose(op: str, device: torch.device, backend: str | None) -> tuple[str, st
         return backend, source
     refusals: list[str] = []
     for name, refuse in BACKENDS.items():
-        refusal = refuse(op, device)
+        refusal = refuse(op, device, False)
         if refusal is None:
             return name, "; ".join(["automatic", *refusals])
         refusals.append(f"not {name}: {refusal}")

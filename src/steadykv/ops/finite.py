@@ -1,4 +1,4 @@
-"""Contract: replace NaN and Inf."""
+"""Contract: the tokens of some heads, made fit for encoding."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from torch import Tensor
 
 from .dispatch import resolve
 
-__all__ = ["replace_nonfinite"]
+__all__ = ["head_rows"]
 
 
-def replace_nonfinite(x: Tensor, *, backend: str | None = None) -> tuple[Tensor, Tensor]:
-    """Zeros where `x` is NaN or infinite, and how many there were.
+def head_rows(
+    x: Tensor, first: int, last: int, *, backend: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """Heads first..last of the B·H heads of `x`, with zeros where it is NaN or infinite.
 
-    x: [..., S, D] float. Returns a new tensor of the same shape and dtype, and int64 [...], both on
-    x's device. The host never waits for the count.
+    x: FP16, BF16 or FP32 [B, H, S, D], any strides; it is not changed.
+    Returns new contiguous [N, S, D], N = last - first, and how many numbers were replaced, int64
+    [N], on x's device; the host never waits for the count. The rows are FP32; kernels read BF16,
+    so there the rows of a BF16 `x` stay BF16.
     """
-    return resolve("finite", x.device, backend).replace_nonfinite(x)
+    return resolve("finite", x.device, backend).head_rows(x, first, last)

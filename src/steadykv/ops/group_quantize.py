@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .dispatch import resolve
 
-__all__ = ["GRIDS", "group_dequantize", "group_quantize"]
+__all__ = ["GRIDS", "group_dequantize", "group_quantize", "quantize_clustered"]
 
 # A grid's name says what is stored beside the codes, too.
 GRIDS = ("symmetric", "symmetric_int8", "affine_min", "affine_min_fp8", "affine_zero")
@@ -55,6 +55,30 @@ def group_quantize(
     module = resolve("group_quantize", x.device, backend)
     return module.group_quantize(
         x, grid, bits, group_size, axis, packing, clip_ratio, include_zero, scale_search
+    )
+
+
+def quantize_clustered(
+    x: Tensor,
+    centroids: Tensor,
+    ids: Tensor,
+    grid: str,
+    bits: int,
+    group_size: int,
+    *,
+    packing: str = "bits",
+    include_zero: bool = True,
+    scale_search: bool = False,
+    backend: str | None = None,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """`group_quantize` of what the centroid of each token leaves, x - mu[id] in FP32.
+
+    x: FP32 [N, S, D], or BF16 where `head_rows` gives that. centroids: BF16 or FP32 [N, C, D]. ids:
+    int64 [N, S]. The residual need not exist as a tensor.
+    """
+    module = resolve("group_quantize", x.device, backend)
+    return module.quantize_clustered(
+        x, centroids, ids, grid, bits, group_size, packing, include_zero, scale_search
     )
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import Tensor
 
 from .dispatch import resolve
 
-__all__ = ["compensate", "query_subspace"]
+__all__ = ["compensate", "compensate_clustered", "query_subspace"]
 
 
 def query_subspace(
@@ -41,3 +43,29 @@ def compensate(
     """
     module = resolve("psac", error.device, backend)
     return module.compensate(error, basis, moment, retain)
+
+
+def compensate_clustered(
+    x: Tensor,
+    centroids: Tensor,
+    ids: Tensor,
+    tensors: Mapping[str, Tensor],
+    grid: str,
+    bits: int,
+    group_size: int,
+    basis: Tensor,
+    moment: Tensor,
+    retain: str,
+    *,
+    backend: str | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`compensate` of the error of clustered tokens, x - (mu[id] + rounded residual) in FP32.
+
+    x: FP32 [N, S, D], or BF16 where `head_rows` gives that. centroids: BF16 or FP32 [N, C, D]. ids:
+    int64 [N, S]. tensors: what `quantize_clustered` or `feedback_quantize` made of the residual on
+    `grid`, two to four `bits`. The error need not exist as a tensor.
+    """
+    module = resolve("psac", x.device, backend)
+    return module.compensate_clustered(
+        x, centroids, ids, tensors, grid, bits, group_size, basis, moment, retain
+    )

@@ -9,9 +9,16 @@ import torch
 from torch import Tensor
 
 from .blocks import FP16_MAX, row_blocks, tree_sum
+from .kmeans import subtract_centroids
 from .pack import pack, unpack, word_of
 
-__all__ = ["affine_zero_grid", "affine_zero_tensors", "group_dequantize", "group_quantize"]
+__all__ = [
+    "affine_zero_grid",
+    "affine_zero_tensors",
+    "group_dequantize",
+    "group_quantize",
+    "quantize_clustered",
+]
 
 E4M3_MAX = 448.0
 E4M3_TINY = 2.0**-9  # the smallest E4M3 number: a lower floor would round to a scale of zero
@@ -36,6 +43,30 @@ def group_quantize(
     if grid in ("affine_min", "affine_min_fp8"):
         return _affine_min(x, grid, bits, group_size, -2 if axis == "tokens" else -1, clip_ratio)
     return _affine_zero(x, bits, group_size, include_zero, scale_search)
+
+
+def quantize_clustered(
+    x: Tensor,
+    centroids: Tensor,
+    ids: Tensor,
+    grid: str,
+    bits: int,
+    group_size: int,
+    packing: str = "bits",
+    include_zero: bool = True,
+    scale_search: bool = False,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """See `steadykv.ops.group_quantize`."""
+    residual = subtract_centroids(x, centroids, ids)
+    return group_quantize(
+        residual,
+        grid,
+        bits,
+        group_size,
+        packing=packing,
+        include_zero=include_zero,
+        scale_search=scale_search,
+    )
 
 
 def group_dequantize(

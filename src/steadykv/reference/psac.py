@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import Tensor
 
 from .blocks import FP16_MAX, head_matmul, tree_sum
+from .group_quantize import group_dequantize
+from .kmeans import subtract_centroids
 
-__all__ = ["compensate", "eigenpairs", "query_subspace"]
+__all__ = ["compensate", "compensate_clustered", "eigenpairs", "query_subspace"]
 
 CODE_MAX = 127
 
@@ -53,6 +57,25 @@ def compensate(
         kept = (gain > 0)[..., None]
         codes, alpha = torch.where(kept, codes, 0), torch.where(kept, alpha, 0)
     return codes.to(torch.int8), alpha[..., 0], saturated
+
+
+def compensate_clustered(
+    x: Tensor,
+    centroids: Tensor,
+    ids: Tensor,
+    tensors: Mapping[str, Tensor],
+    grid: str,
+    bits: int,
+    group_size: int,
+    basis: Tensor,
+    moment: Tensor,
+    retain: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `steadykv.ops.psac`."""
+    _, tokens, width = x.shape
+    rounded = group_dequantize(tensors, grid, bits, group_size, width, 0, tokens)
+    error = subtract_centroids(x, centroids, ids, rounded)
+    return compensate(error, basis, moment, retain)
 
 
 def _eigh(moment: Tensor) -> tuple[Tensor, Tensor]:

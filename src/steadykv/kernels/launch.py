@@ -1,0 +1,56 @@
+"""What every launch needs: the device guard, block sizes and what a device can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+__all__ = ["blocks", "on_device", "processors", "shared_memory", "smaller_device"]
+
+_forced: ContextVar[int | None] = ContextVar("steadykv_shared_memory", default=None)
+
+
+def on_device(tensor: Tensor) -> Any:
+    """Launches inside go to the device of `tensor`, whichever is current."""
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def blocks(count: int, size: int) -> int:
+    """How many blocks of `size` cover `count`."""
+    return triton.cdiv(count, size)
+
+
+def processors(device: torch.device) -> int:
+    """Multiprocessors of the device; 1 where kernels are interpreted."""
+    return _properties(device.index)[0] if device.type == "cuda" else 1
+
+
+def shared_memory(device: torch.device) -> int:
+    """Bytes of shared memory that one program may use."""
+    forced = _forced.get()
+    if forced is not None:
+        return forced
+    return _properties(device.index)[1] if device.type == "cuda" else 1 << 30
+
+
+@contextmanager
+def smaller_device(shared_memory: int) -> Iterator[None]:
+    """Block sizes inside are chosen as for a device with that much shared memory."""
+    token = _forced.set(shared_memory)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+@cache
+def _properties(index: int | None) -> tuple[int, int]:
+    found: Any = torch.cuda.get_device_properties(index)
+    return found.multi_processor_count, found.shared_memory_per_block_optin

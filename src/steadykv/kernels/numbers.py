@@ -1,0 +1,38 @@
+"""Device functions: the number formats of the payloads, exact on every device."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+__all__ = ["e4m3_encode", "e4m3_value", "finite", "nearest"]
+
+
+@triton.jit
+def nearest(x):
+    """The nearest integer, halves to even, of FP32 |x| < 2^22."""
+    return (x + 12582912.0) - 12582912.0  # 1.5·2^23: what is left of a step of 1 is rounded off
+
+
+@triton.jit
+def finite(x):
+    """0 in place of NaN and infinity."""
+    return tl.where(x - x == 0, x, 0.0)
+
+
+@triton.jit
+def e4m3_value(byte):
+    """FP32 of an E4M3 number without sign, given as uint8."""
+    # Its exponent and mantissa are the upper ones of an FP32 number that is 2^120 times too small.
+    bits = (byte.to(tl.int32) & 0x7F) << 20
+    value = bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
+    return tl.where(byte >= 0x80, -value, value)
+
+
+@triton.jit
+def e4m3_encode(x):
+    """The E4M3 byte of FP32 0 <= x <= 448, nearest, halves to even."""
+    bits = x.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    tiny = nearest(x * 512.0).to(tl.int32)  # below 2^-6 the step is 2^-9
+    return tl.where(x < 0.015625, tiny, normal).to(tl.uint8)
