@@ -61,7 +61,7 @@ def _accumulate(moment: Tensor, count: Tensor, queries: Tensor) -> None:
             TILES=tiles,
             BLOCK_Q=block_q,
             BLOCK_D=block_d,
-            INTERPRETED=not moment.is_cuda,
+            INTERPRETED=triton.knobs.runtime.interpret,
             num_warps=8 if block_d == MAX_TILE else 4,
             num_stages=2,
         )
