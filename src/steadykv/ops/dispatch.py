@@ -41,7 +41,7 @@ OPS = (
 )
 
 # Those of them that have a module of kernels.
-KERNELS: tuple[str, ...] = ("psac", "qsac", "query_moment")
+KERNELS: tuple[str, ...] = ("feedback_rounding", "psac", "qsac", "query_moment")
 
 OLDEST_CAPABILITY = (8, 0)  # BF16 in the matrix units
 
