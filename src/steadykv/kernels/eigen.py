@@ -101,8 +101,9 @@ def _strongest_kernel(
     trace = tl.where(broken == 0, tl.sum(b_diagonal, 0), 0.0)
     size = tl.where(trace > 0, 1.0 / tl.where(trace > 0, trace, 1.0), 0.0)
 
-    # Any fixed numbers without structure: the block must not be blind to a direction.
-    b_v = tl.rand(0, o_d[:, None] * COLUMNS + o_r[None, :]).to(tl.float64) - 0.5
+    # Fixed numbers without structure, of their place alone: no direction may escape the block.
+    b_v, _, _, _ = tl.randint4x(0, o_d[:, None] * COLUMNS + o_r[None, :])
+    b_v = b_v.to(tl.int32, bitcast=True).to(tl.float64)
     b_v = tl.where(m_d[:, None], b_v, 0.0)
     for _ in range(2):  # what M maps to zero stays in the block, or it would lose its rank
         b_v += 1e10 * _times(p_moment, p_block, b_v, size, WIDTH, COLUMNS, BLOCK_D)

@@ -22,7 +22,8 @@ def query_subspace(
     `active` and `failed`. A head without queries, and one whose moment is not finite or whose
     solver failed, is not active and gets zeros; only the latter counts as failed. The vectors
     rounded to BF16 are the basis that PSAC stores. Solves in FP64, because the moment is nearly
-    singular. `torch.linalg.eigh` reports its status to the host: a host sync.
+    singular. The reference's solver reports its status to the host: a host sync; the kernel takes a
+    fixed number of steps instead.
     QuantWM (arXiv 2609.26425), PSAC.
     """
     module = resolve("psac", moment.device, backend)
