@@ -34,6 +34,7 @@ class QuantWMCodec(QVG4Codec):
     needs_queries = True
     flags = (*QVG4Codec.flags, "weight_active", "psac_active", "psac_failed")
     decode_copies = 3.4
+    copies_in_kernels = None
 
     def layout(self, shape: Shape, compensated: bool) -> dict[str, TensorSpec]:
         """See `Codec.layout`."""

@@ -12,7 +12,14 @@ import torch
 import triton
 from torch import Tensor
 
-__all__ = ["blocks", "on_device", "processors", "shared_memory", "smaller_device"]
+__all__ = [
+    "blocks",
+    "interpreted",
+    "on_device",
+    "processors",
+    "shared_memory",
+    "smaller_device",
+]
 
 _forced: ContextVar[int | None] = ContextVar("steadykv_shared_memory", default=None)
 
@@ -25,6 +32,11 @@ def on_device(tensor: Tensor) -> Any:
 def blocks(count: int, size: int) -> int:
     """How many blocks of `size` cover `count`."""
     return triton.cdiv(count, size)
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, which cannot multiply BF16."""
+    return bool(triton.knobs.runtime.interpret)
 
 
 def processors(device: torch.device) -> int:

@@ -21,7 +21,7 @@ import torch
 
 from ..errors import BackendUnavailable
 
-__all__ = ["BACKENDS", "OPS", "explain", "resolve", "use_backend"]
+__all__ = ["BACKENDS", "KERNELS", "OPS", "backend_of", "explain", "resolve", "use_backend"]
 
 VARIABLE = "STEADYKV_BACKEND"
 
@@ -41,7 +41,7 @@ OPS = (
 )
 
 # Those of them that have a module of kernels.
-KERNELS: tuple[str, ...] = ()
+KERNELS: tuple[str, ...] = ("finite", "group_quantize", "kmeans")
 
 OLDEST_CAPABILITY = (8, 0)  # BF16 in the matrix units
 
@@ -99,6 +99,11 @@ def resolve(op: str, device: torch.device, backend: str | None = None) -> Module
     if module is None:
         module = _modules[name, op] = import_module(f"steadykv.{_FOLDERS[name]}.{op}")
     return module
+
+
+def backend_of(op: str, device: torch.device) -> str:
+    """The backend that `op` runs on here."""
+    return _choose(op, device, None)[0]
 
 
 def explain(device: torch.device | str = "cpu") -> list[dict[str, str]]:
