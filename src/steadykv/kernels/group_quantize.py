@@ -147,10 +147,24 @@ def _divisor(scale):
 
 
 @triton.jit
-def _rounded(value, divisor):
-    """The nearest integer of a quotient that is clipped afterwards anyway."""
-    quotient = tl.div_rn(value, divisor)
+def _clipped(quotient):
+    """The nearest integer of what is clipped to a few levels afterwards anyway."""
     return nearest(tl.minimum(tl.maximum(quotient, -1024.0), 1024.0))
+
+
+@triton.jit
+def _rounded(value, step, inverse):
+    """The nearest integer to value / step, halves to even, as the rounded quotient gives it.
+
+    The product with the inverse may be off by one next to a half. A step has 19 bits at most, so
+    that step·level is exact for the levels that survive clipping, and so is what it leaves.
+    """
+    level = _clipped(value * inverse)
+    rest = value - step * level
+    over = tl.abs(rest) - step * 0.5
+    is_odd = (level.to(tl.int32) & 1) == 1
+    away = tl.where(rest > 0, level + 1.0, level - 1.0)
+    return tl.where((over > 0) | ((over == 0) & is_odd), away, level)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -231,16 +245,18 @@ def _codes(
             lost + head * tl.num_programs(0) + tile,
             tl.sum(((wanted > 448.0) & inside).to(tl.int32)),
         )
-        level = _rounded(grouped, step[:, :, None])
+        inverse = tl.div_rn(tl.full([1, 1], 1.0, tl.float32), step)
+        level = _rounded(grouped, step[:, :, None], inverse[:, :, None])
         code = tl.minimum(tl.maximum(level, -TOP), TOP) + TOP
     else:
         unit = tl.load(base + head).to(tl.float32)
         wanted = tl.div_rn(high - low, tl.full([1, 1], LEVELS - 1.0, tl.float32))
-        count = tl.minimum(tl.maximum(_rounded(wanted, _divisor(unit)), 1.0), 255.0)
+        count = tl.minimum(tl.maximum(_clipped(tl.div_rn(wanted, _divisor(unit))), 1.0), 255.0)
         stored = count.to(tl.uint8)
         step = _divisor(unit * count)
-        zero = tl.minimum(tl.maximum(_rounded(-low, step), 0.0), LEVELS - 1.0)
-        level = _rounded(grouped, step[:, :, None]) + zero[:, :, None]
+        zero = tl.minimum(tl.maximum(_clipped(tl.div_rn(-low, step)), 0.0), LEVELS - 1.0)
+        inverse = tl.div_rn(tl.full([1, 1], 1.0, tl.float32), step)
+        level = _rounded(grouped, step[:, :, None], inverse[:, :, None]) + zero[:, :, None]
         code = tl.minimum(tl.maximum(level, 0.0), LEVELS - 1.0)
         _store_zeros(
             zeros + head * zero_bytes, zero, token, tokens, inside, GROUPS, ALL, ZERO_BITS, TOKENS

@@ -38,8 +38,10 @@ __all__ = [
 
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
 
-ASSIGN_TOKENS, ASSIGN_CENTROIDS, ASSIGN_WARPS = 128, 128, 8
+# Tiles of a program, and programs for each processor.
+ASSIGN_TOKENS, ASSIGN_CENTROIDS, ASSIGN_WARPS, ASSIGN_PROGRAMS = 64, 256, 8, 4
 SUM_TOKENS, SUM_CENTROIDS, SUM_WARPS = 64, 128, 8
+COUNT_TOKENS = 1024
 ROWS = 16  # of the small kernels over [C, D] or [S, D]
 
 
@@ -107,13 +109,16 @@ def _prepare(centroids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _assign(x: Tensor, centroids: Tensor, norms: Tensor, kind: torch.dtype) -> Tensor:
     heads, tokens, width = x.shape
     ids = torch.empty(heads, tokens, dtype=kind, device=x.device)
+    count = blocks(tokens, ASSIGN_TOKENS)
+    tiles = max(1, count * heads // (ASSIGN_PROGRAMS * processors(x.device)))
     with on_device(x):
-        _nearest[blocks(tokens, ASSIGN_TOKENS), heads](
+        _nearest[blocks(count, tiles), heads](
             x,
             centroids,
             norms,
             ids,
             tokens,
+            tiles,
             centroids.shape[1],
             width,
             _padded(width),
@@ -140,7 +145,6 @@ def _means(x: Tensor, ids: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Te
             x,
             ids,
             sums,
-            counts,
             tokens,
             length,
             clusters,
@@ -152,6 +156,8 @@ def _means(x: Tensor, ids: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Te
             interpreted(),
             num_warps=SUM_WARPS,
         )
+        bins = triton.next_power_of_2(clusters + 1)
+        _counts[parts, heads](ids, counts, tokens, length, clusters, bins, COUNT_TOKENS)
     means = torch.empty(previous.shape, dtype=torch.float32, device=x.device)
     return means, *_finish(previous, sums, counts, means)
 
@@ -179,13 +185,14 @@ def _finish(
     return rounded, norms
 
 
-@triton.jit(do_not_specialize=["tokens"])
+@triton.jit(do_not_specialize=["tokens", "tiles"])
 def _nearest(
     x,
     centroids,
     norms,
     ids,
     tokens,
+    tiles,
     CLUSTERS: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
@@ -193,30 +200,60 @@ def _nearest(
     TILE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """argmin_j |mu_j|^2 - 2 x·mu_j, the lowest j on ties."""
-    head = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    """argmin_j |mu_j|^2 - 2 x·mu_j, the lowest j on ties, of `tiles` tiles of tokens.
+
+    The centroids stay in shared memory where one tile of them is all.
+    """
+    head, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * tiles
     channel = tl.arange(0, PADDED)
-    inside = (token < tokens)[:, None] & (channel < WIDTH)[None, :]
-    row = (head * tokens + token)[:, None] * WIDTH
-    value = tl.load(x + row + channel[None, :], mask=inside, other=0).to(tl.bfloat16)
-    if INTERPRETED:
-        value = value.to(tl.float32)
-    best = tl.full([TOKENS], float("inf"), tl.float32)
-    chosen = tl.zeros([TOKENS], tl.int32)
-    for start in range(0, CLUSTERS, TILE):
-        cluster = start + tl.arange(0, TILE)
-        known = cluster < CLUSTERS
-        place = centroids + (head * CLUSTERS + cluster)[None, :] * WIDTH + channel[:, None]
-        mu = tl.load(place, mask=known[None, :] & (channel < WIDTH)[:, None], other=0)
+    mu, norm = _table(centroids, norms, head, 0, CLUSTERS, WIDTH, PADDED, TILE, INTERPRETED)
+    for tile in range(first, first + tiles):
+        token = tile * TOKENS + tl.arange(0, TOKENS)
+        inside = (token < tokens)[:, None] & (channel < WIDTH)[None, :]
+        row = (head * tokens + token)[:, None] * WIDTH
+        value = tl.load(x + row + channel[None, :], mask=inside, other=0).to(tl.bfloat16)
         if INTERPRETED:
-            mu = mu.to(tl.float32)
-        norm = tl.load(norms + head * CLUSTERS + cluster, mask=known, other=float("inf"))
-        distance = norm[None, :] - 2 * tl.dot(value, mu)
-        least, where = tl.min(distance, 1, return_indices=True)
-        chosen = tl.where(least < best, start + where, chosen)
-        best = tl.minimum(least, best)
-    tl.store(ids + head * tokens + token, chosen.to(ids.dtype.element_ty), mask=token < tokens)
+            value = value.to(tl.float32)
+        best, chosen = _least(value, mu, norm, TILE)
+        for start in range(TILE, CLUSTERS, TILE):
+            more, more_norm = _table(
+                centroids, norms, head, start, CLUSTERS, WIDTH, PADDED, TILE, INTERPRETED
+            )
+            least, where = _least(value, more, more_norm, TILE)
+            chosen = tl.where(least < best, start + where, chosen)
+            best = tl.minimum(least, best)
+        tl.store(ids + head * tokens + token, chosen.to(ids.dtype.element_ty), mask=token < tokens)
+
+
+@triton.jit
+def _table(
+    centroids,
+    norms,
+    head,
+    start,
+    CLUSTERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """-2 mu of a tile of centroids, BF16 [PADDED, TILE], exact, and their squared norms."""
+    cluster, channel = start + tl.arange(0, TILE), tl.arange(0, PADDED)
+    known = cluster < CLUSTERS
+    place = centroids + (head * CLUSTERS + cluster)[None, :] * WIDTH + channel[:, None]
+    mu = tl.load(place, mask=known[None, :] & (channel < WIDTH)[:, None], other=0)
+    doubled = mu.to(tl.float32) * -2.0
+    norm = tl.load(norms + head * CLUSTERS + cluster, mask=known, other=float("inf"))
+    return doubled if INTERPRETED else doubled.to(tl.bfloat16), norm
+
+
+@triton.jit
+def _least(value, doubled, norm, TILE: tl.constexpr):
+    """The least score of each token and the first centroid that has it."""
+    score = tl.dot(value, doubled) + norm[None, :]
+    least = tl.min(score, 1)
+    index = tl.arange(0, TILE)[None, :]
+    return least, tl.min(tl.where(score == least[:, None], index, TILE - 1), 1)
 
 
 @triton.jit(do_not_specialize=["tokens", "length"])
@@ -224,7 +261,6 @@ def _sums(
     x,
     ids,
     sums,
-    counts,
     tokens,
     length,
     CLUSTERS: tl.constexpr,
@@ -235,7 +271,7 @@ def _sums(
     EXACT: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """Sums and counts of a tile of clusters over `length` tokens: one-hot ids times tokens.
+    """Sums of a tile of clusters over `length` tokens: the one-hot ids times the tokens.
 
     EXACT: the tokens are FP32, and enter as three BF16 numbers whose sum they are.
     """
@@ -243,7 +279,6 @@ def _sums(
     cluster = tl.program_id(0) * TILE + tl.arange(0, TILE)
     channel = tl.arange(0, PADDED)
     total = tl.zeros([TILE, PADDED], tl.float32)
-    count = tl.zeros([TILE], tl.float32)
     for offset in range(0, length, TOKENS):
         token = part * length + offset + tl.arange(0, TOKENS)
         inside = token < tokens
@@ -252,7 +287,6 @@ def _sums(
         mask = inside[:, None] & (channel < WIDTH)[None, :]
         value = tl.load(x + row + channel[None, :], mask=mask, other=0)
         chosen = cluster[:, None] == member[None, :]
-        count += tl.sum(chosen.to(tl.float32), 1)
         if INTERPRETED:
             total += tl.dot(chosen.to(tl.float32), value.to(tl.float32), input_precision="ieee")
         else:
@@ -265,10 +299,26 @@ def _sums(
                 total = tl.dot(one_hot, middle, total)
                 total = tl.dot(one_hot, (rest - middle.to(tl.float32)).to(tl.bfloat16), total)
     place = (head * tl.num_programs(1) + part) * CLUSTERS + cluster
-    known = cluster < CLUSTERS
-    mask = known[:, None] & (channel < WIDTH)[None, :]
+    mask = (cluster < CLUSTERS)[:, None] & (channel < WIDTH)[None, :]
     tl.store(sums + place[:, None] * WIDTH + channel[None, :], total, mask=mask)
-    tl.store(counts + place, count, mask=known)
+
+
+@triton.jit(do_not_specialize=["tokens", "length"])
+def _counts(
+    ids, counts, tokens, length, CLUSTERS: tl.constexpr, BINS: tl.constexpr, TOKENS: tl.constexpr
+):
+    """How many of `length` tokens each cluster has: FP32, exact below 2^24."""
+    head, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    bin = tl.arange(0, BINS)
+    count = tl.zeros([BINS], tl.int32)
+    for offset in range(0, length, TOKENS):
+        at = offset + tl.arange(0, TOKENS)
+        token = part * length + at
+        inside = (token < tokens) & (at < length)
+        member = tl.load(ids + head * tokens + token, mask=inside, other=BINS - 1).to(tl.int32)
+        count += tl.histogram(member, BINS)
+    place = counts + (head * tl.num_programs(0) + part) * CLUSTERS + bin
+    tl.store(place, count.to(tl.float32), mask=bin < CLUSTERS)
 
 
 @triton.jit(do_not_specialize=["parts"])
