@@ -41,7 +41,7 @@ OPS = (
 )
 
 # Those of them that have a module of kernels.
-KERNELS: tuple[str, ...] = ()
+KERNELS: tuple[str, ...] = ("decode",)
 
 OLDEST_CAPABILITY = (8, 0)  # BF16 in the matrix units
 
