@@ -13,6 +13,7 @@ from ..reference import decode as reference
 from .decode_groups import groups_kernel
 from .decode_levels import levels_kernel, outliers_kernel
 from .launch import blocks, on_device
+from .rounded import TWO_23
 
 __all__ = ["decode_clustered", "decode_grouped", "decode_nonuniform"]
 
@@ -90,17 +91,17 @@ def decode_nonuniform(
     batch, heads, count, width = out.shape
     start -= kept
     stored = {name: t.contiguous() for name, t in tensors.items() if name != "dense"}
-    codes, row, is_words = _code_words(stored["codes"], width, bits)
-    tokens, is_aligned = codes.shape[2], _is_aligned(out)
+    codes, row = _code_words(stored["codes"], width, bits), stored["codes"].shape[3]
+    tokens = codes.shape[2]
     words = triton.next_power_of_2(blocks(width, 8))
     tile = _tile(TILES, 8 * words)
     tiles = blocks(count, tile.tokens)
     with on_device(out):
         levels_kernel[(batch * heads * tiles,)](
             out, codes, stored["center"], stored["half"], stored["levels"], *out.stride(),
-            batch * heads, heads, start, count, tokens, tiles,
+            batch * heads, heads, start, count, tokens, tiles, TWO_23,
             WIDTH=width, WORDS=words, ROW=row, BITS=bits, BY_TOKENS=axis == "tokens",
-            IS_WORDS=is_words, IS_ALIGNED=is_aligned, HEADS_FIRST=_heads_first(out),
+            IS_ALIGNED=_is_aligned(out), HEADS_FIRST=_heads_first(out),
             BLOCK_T=tile.tokens, num_warps=tile.warps,
         )  # fmt: skip
         values, index = stored["outlier_values"], stored["outlier_index"]
@@ -132,11 +133,11 @@ def _decode_groups(
 ) -> None:
     batch, heads, count, width = out.shape
     stored = {name: _plain(t) for name, t in tensors.items()}
-    codes, row, is_words = _code_words(stored["codes"], width, bits, packing)
+    codes, row = _code_words(stored["codes"], width, bits, packing), stored["codes"].shape[3]
     tokens = codes.shape[2]
     scale = stored["scale_codes" if "scale_codes" in stored else "scale"]
     ids, centroids, basis = (stored.get(name) for name in ("ids", "centroids", "basis"))
-    if centroids is not None and _has_words(centroids, width, 4):
+    if centroids is not None and _has_pairs(centroids, width):
         centroids = centroids.view(torch.int32)
     rank = 0 if basis is None else basis.shape[-1]
     words = triton.next_power_of_2(blocks(width, 8))
@@ -151,11 +152,11 @@ def _decode_groups(
             basis, stored.get("coef_codes"), stored.get("coef_scales"), *out.stride(),
             batch * heads, heads, start, count, tokens, tiles, scale.shape[2],
             0 if centroids is None else centroids.shape[3],
-            stored["zeros"].shape[2] if grid == "affine_zero" else 0,
+            stored["zeros"].shape[2] if grid == "affine_zero" else 0, TWO_23,
             WIDTH=width, WORDS=words, ROW=row, BITS=bits, GROUP=group_size,
             BY_TOKENS=axis == "tokens", STAGES=0 if ids is None else ids.shape[2], RANK=rank,
             BLOCK_R=min(RANK_BLOCK, max(16, triton.next_power_of_2(rank))), LEVELS=levels,
-            IS_TRITS=packing == "trits", IS_WORDS=is_words, IS_ALIGNED=_is_aligned(out),
+            IS_TRITS=packing == "trits", IS_ALIGNED=_is_aligned(out),
             HEADS_FIRST=_heads_first(out), INTERPRET=not out.is_cuda, BLOCK_T=tile.tokens,
             num_warps=tile.warps,
         )  # fmt: skip
@@ -167,29 +168,23 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
 
 
-def _code_words(
-    codes: Tensor, width: int, bits: int, packing: str = "bits"
-) -> tuple[Tensor, int, bool]:
-    """Codes as the kernels read them, bytes of a token, and whether they are read in words."""
-    row = codes.shape[3]
-    if packing != "bits" or width % 8:
-        return codes, row, False
-    if bits == 3:
-        return codes, row, True
-    if codes.data_ptr() % bits:
-        return codes, row, False
-    return codes.view(torch.int16 if bits == 2 else torch.int32), row, True
+def _code_words(codes: Tensor, width: int, bits: int, packing: str = "bits") -> Tensor:
+    """Codes in words of eight where they are whole numbers, otherwise the bytes."""
+    if packing != "bits" or bits == 3 or width % 8 or codes.data_ptr() % bits:
+        return codes
+    return codes.view(torch.int16 if bits == 2 else torch.int32)
 
 
-def _has_words(centroids: Tensor, width: int, nbytes: int) -> bool:
+def _has_pairs(centroids: Tensor, width: int) -> bool:
     is_bf16 = centroids.dtype == torch.bfloat16
-    return is_bf16 and not width % 8 and not centroids.data_ptr() % nbytes
+    return is_bf16 and not width % 8 and not centroids.data_ptr() % 4
 
 
 def _is_aligned(out: Tensor) -> bool:
     """Whether each row of a token starts at a multiple of 16 numbers and has them side by side."""
-    strides = [s for s, size in zip(out.stride()[:3], out.shape[:3], strict=True) if size > 1]
-    return out.stride(3) == 1 and not any(stride % 16 for stride in strides)
+    if out.stride(3) != 1 or out.stride(2) >= 1 << 20:
+        return False
+    return not any(s % 16 for s, size in zip(out.stride(), out.shape[:3], strict=False) if size > 1)
 
 
 def _heads_first(out: Tensor) -> bool:

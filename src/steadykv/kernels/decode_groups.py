@@ -14,7 +14,7 @@ __all__ = ["groups_kernel"]
 @triton.jit(
     do_not_specialize=[
         "s_batch", "s_head", "s_token", "s_channel", "rows", "heads", "start", "count", "tokens",
-        "tiles", "runs", "clusters", "zeros_row",
+        "tiles", "runs", "clusters", "zeros_row", "two_23",
     ]
 )  # fmt: skip
 def groups_kernel(
@@ -43,6 +43,7 @@ def groups_kernel(
     runs,
     clusters,
     zeros_row,
+    two_23,
     WIDTH: tl.constexpr,
     WORDS: tl.constexpr,
     ROW: tl.constexpr,
@@ -54,7 +55,6 @@ def groups_kernel(
     BLOCK_R: tl.constexpr,
     LEVELS: tl.constexpr,
     IS_TRITS: tl.constexpr,
-    IS_WORDS: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -93,9 +93,8 @@ def groups_kernel(
     else:
         zero = (1 << (BITS - 1)) - 1.0
     value = grid_steps(
-        p_codes + at * (ROW // BITS if IS_WORDS and BITS != 3 else ROW),
-        zero, o_token, m_token, o_word, WIDTH, ROW, BITS, IS_TRITS, IS_WORDS,
-    )  # fmt: skip
+        p_codes, zero, two_23, at, o_token, m_token, o_word, WIDTH, ROW, BITS, IS_TRITS
+    )
     value *= scale
     if p_minimum is not None:
         value += stored_number(p_minimum + first_run * GROUPS, o_group, m_group, False)
@@ -144,16 +143,16 @@ def _centroid_sum(
         table = (head * STAGES + stage) * clusters
         if p_centroids.dtype.element_ty == tl.int32:  # pairs of BF16: no conversion, two shifts
             o_pair = (4 * o_word)[:, None] + tl.arange(0, 4)[None, :]
-            p_row = p_centroids + table * (WIDTH // 2) + (ids * (WIDTH // 2))[:, None, None]
-            m_pair = in_width(m_token[:, None, None], 2 * o_pair[None], WIDTH)
-            pair = tl.load(p_row + o_pair[None], mask=m_pair, other=0)
+            o_pair = (ids * (WIDTH // 2))[:, None, None] + o_pair[None]
+            m_pair = in_width(m_token[:, None, None], (8 * o_word)[None, :, None], WIDTH)
+            pair = tl.load(p_centroids + table * (WIDTH // 2) + o_pair, mask=m_pair, other=0)
             even = (pair << 16).to(tl.float32, bitcast=True)
             odd = (pair & -65536).to(tl.float32, bitcast=True)
             value = tl.reshape(tl.join(even, odd), [BLOCK_T, WORDS, 8])
         else:
             o_channel = (8 * o_word)[:, None] + tl.arange(0, 8)[None, :]
-            p_row = p_centroids + table * WIDTH + (ids * WIDTH)[:, None, None]
-            value = stored_number(p_row, o_channel[None], m_tile, False)
+            o_entry = (ids * WIDTH)[:, None, None] + o_channel[None]
+            value = stored_number(p_centroids + table * WIDTH, o_entry, m_tile, False)
             if p_centroid_scale is not None:
                 scale = tl.load(p_centroid_scale + table + ids, mask=m_token, other=0)
                 value *= scale.to(tl.float32)[:, None, None]
@@ -205,8 +204,13 @@ def _rotated(value, WORDS: tl.constexpr, LEVELS: tl.constexpr, BLOCK_T: tl.const
     bound: tl.constexpr = 3.4028234663852886e38 / SIZE
     value = tl.minimum(tl.maximum(value, -bound), bound)
     for level in tl.static_range(LEVELS):
-        step: tl.constexpr = 1 << level
-        value = tl.reshape(value, [BLOCK_T, 8 * WORDS // (2 * step), 2, step])
-        low, high = tl.split(tl.permute(value, [0, 1, 3, 2]))
-        value = tl.permute(tl.join(low + high, low - high), [0, 1, 3, 2])
+        value = _butterfly(value, 8 * WORDS, 1 << level, BLOCK_T)
     return tl.reshape(value, [BLOCK_T, WORDS, 8]) * (SIZE**-0.5)
+
+
+@triton.jit
+def _butterfly(value, CHANNELS: tl.constexpr, STEP: tl.constexpr, BLOCK_T: tl.constexpr):
+    """(low, high) becomes (low + high, low - high), of channels STEP apart."""
+    value = tl.reshape(value, [BLOCK_T, CHANNELS // (2 * STEP), 2, STEP])
+    low, high = tl.split(tl.permute(value, [0, 1, 3, 2]))
+    return tl.permute(tl.join(low + high, low - high), [0, 1, 3, 2])

@@ -16,8 +16,10 @@ def tile_of(tiles, rows, HEADS_FIRST: tl.constexpr):
     """
     program = tl.program_id(0)
     if HEADS_FIRST:
-        return program % rows, program // rows
-    return program // tiles, program % tiles
+        row, tile = program % rows, program // rows
+    else:
+        row, tile = program // tiles, program % tiles
+    return row, tile
 
 
 @triton.jit
@@ -38,16 +40,18 @@ def store_tile(
 ):
     """Casts FP32 [T, W, 8] once and stores it as tokens first + o_token of a row.
 
-    IS_ALIGNED: channels are adjacent, and every other stride is a multiple of 16 numbers.
+    IS_ALIGNED: channels are adjacent, every other stride is a multiple of 16 numbers, and that of
+    tokens less than 2^20.
     """
     batch, head = row // heads, row % heads
     start = batch * s_batch + head * s_head + first * s_token
-    o_row = o_token.to(tl.int64) * s_token
-    o_lane = o_channel
     if IS_ALIGNED:
-        start, o_row = tl.multiple_of(start, 16), tl.multiple_of(o_row, 16)
+        start = tl.multiple_of(start, 16)
+        o_row = tl.multiple_of(o_token * s_token.to(tl.int32), 16)
+        o_out = o_row[:, None, None] + o_channel[None]
     else:
-        o_lane = o_channel * s_channel
+        o_row = o_token.to(tl.int64) * s_token
+        o_out = o_row[:, None, None] + (o_channel * s_channel)[None]
     if p_out.dtype.element_ty == tl.float16:
         value = tl.minimum(tl.maximum(value, -65504.0), 65504.0)
-    tl.store(p_out + start + o_row[:, None, None] + o_lane[None], value, mask=mask)
+    tl.store(p_out + start + o_out, value, mask=mask)
