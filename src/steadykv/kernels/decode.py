@@ -12,7 +12,7 @@ from torch import Tensor
 from ..reference import decode as reference
 from .decode_groups import groups_kernel
 from .decode_levels import levels_kernel, outliers_kernel
-from .launch import blocks, on_device
+from .launch import blocks, on_device, power_of_two
 from .rounded import TWO_23
 
 __all__ = ["decode_clustered", "decode_grouped", "decode_nonuniform"]
@@ -36,6 +36,7 @@ COMPENSATED_TILES = {64: Tile(64, 2), 128: Tile(32, 2), 256: Tile(16, 2)}
 HEADS_FIRST = False
 RANK_BLOCK = 32  # channels of the basis in one product, at most: 16 KB of them at head_dim 256
 OUTLIERS = 1024  # of one program
+INTERPRETED = triton.knobs.runtime.interpret
 
 
 def decode_clustered(
@@ -86,14 +87,14 @@ def decode_nonuniform(
         last = min(end, kept)
         reference.decode_nonuniform(tensors, out[:, :, : last - start], axis, bits, start, last)
         out, start = out[:, :, last - start :], last
-    if start == end:
+    if not out.numel():
         return
     batch, heads, count, width = out.shape
     start -= kept
     stored = {name: t.contiguous() for name, t in tensors.items() if name != "dense"}
     codes, row = _code_words(stored["codes"], width, bits), stored["codes"].shape[3]
     tokens = codes.shape[2]
-    words = triton.next_power_of_2(blocks(width, 8))
+    words = power_of_two(blocks(width, 8))
     tile = _tile(TILES, 8 * words)
     tiles = blocks(count, tile.tokens)
     with on_device(out):
@@ -131,6 +132,8 @@ def _decode_groups(
     packing: str,
     levels: int,
 ) -> None:
+    if not out.numel():
+        return
     batch, heads, count, width = out.shape
     stored = {name: _plain(t) for name, t in tensors.items()}
     codes, row = _code_words(stored["codes"], width, bits, packing), stored["codes"].shape[3]
@@ -140,7 +143,7 @@ def _decode_groups(
     if centroids is not None and _has_pairs(centroids, width):
         centroids = centroids.view(torch.int32)
     rank = 0 if basis is None else basis.shape[-1]
-    words = triton.next_power_of_2(blocks(width, 8))
+    words = power_of_two(blocks(width, 8))
     tile = _tile(COMPENSATED_TILES if rank else TILES, 8 * words)
     tiles = blocks(count, tile.tokens)
     with on_device(out):
@@ -155,9 +158,9 @@ def _decode_groups(
             stored["zeros"].shape[2] if grid == "affine_zero" else 0, TWO_23,
             WIDTH=width, WORDS=words, ROW=row, BITS=bits, GROUP=group_size,
             BY_TOKENS=axis == "tokens", STAGES=0 if ids is None else ids.shape[2], RANK=rank,
-            BLOCK_R=min(RANK_BLOCK, max(16, triton.next_power_of_2(rank))), LEVELS=levels,
+            BLOCK_R=min(RANK_BLOCK, max(16, power_of_two(rank))), LEVELS=levels,
             IS_TRITS=packing == "trits", IS_ALIGNED=_is_aligned(out),
-            HEADS_FIRST=_heads_first(out), INTERPRET=not out.is_cuda, BLOCK_T=tile.tokens,
+            HEADS_FIRST=_heads_first(out), INTERPRET=INTERPRETED, BLOCK_T=tile.tokens,
             num_warps=tile.warps,
         )  # fmt: skip
 

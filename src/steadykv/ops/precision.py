@@ -25,9 +25,7 @@ def full_precision(device: torch.device) -> Iterator[None]:
     """
     backend = _BACKENDS.get(device.type)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        # Tracing cannot change a setting of the process. What decoding multiplies then has at most
-        # eight significant bits, which TF32 and BF16 hold.
-        if backend is None or torch.compiler.is_compiling():
+        if backend is None:
             yield
             return
         before = backend.fp32_precision
