@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -109,8 +110,11 @@ class Payload:
         if out.numel():
             from . import codec_for
 
-            with full_precision(self.device):
-                codec_for(self.config).decode(self.tensors, self.shape, out, start, end)
+            codec = codec_for(self.config)
+            # What `torch.compile` traces cannot set it; the operators do when they run.
+            is_traced = torch.compiler.is_compiling()
+            with nullcontext() if is_traced else full_precision(self.device):
+                codec.decode(self.tensors, self.shape, out, start, end)
         return out
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Payload:

@@ -41,7 +41,7 @@ OPS = (
 )
 
 # Those of them that have a module of kernels.
-KERNELS: tuple[str, ...] = ("finite", "group_quantize", "kmeans")
+KERNELS: tuple[str, ...] = ("decode", "finite", "group_quantize", "kmeans")
 
 OLDEST_CAPABILITY = (8, 0)  # BF16 in the matrix units
 
