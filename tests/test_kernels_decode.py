@@ -255,9 +255,7 @@ def test_operators_declare_what_they_do() -> None:
     ):  # fmt: skip
         payload = packed(CodecConfig(name))
         out = blank((2, 2, 17, 64), torch.float32).fill_(0)
-        torch.library.opcheck(
-            operator, (*arguments(payload, out), *options), raise_exception=True
-        )
+        torch.library.opcheck(operator, (*arguments(payload, out), *options), raise_exception=True)
 
 
 @pytest.mark.parametrize("name", ["quantwm", "quarot", "kvquant"])

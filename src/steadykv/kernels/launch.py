@@ -9,6 +9,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 __all__ = [

@@ -41,7 +41,16 @@ OPS = (
 )
 
 # Those of them that have a module of kernels.
-KERNELS: tuple[str, ...] = ("decode", "finite", "group_quantize", "kmeans")
+KERNELS: tuple[str, ...] = (
+    "decode",
+    "feedback_rounding",
+    "finite",
+    "group_quantize",
+    "kmeans",
+    "psac",
+    "qsac",
+    "query_moment",
+)
 
 OLDEST_CAPABILITY = (8, 0)  # BF16 in the matrix units
 

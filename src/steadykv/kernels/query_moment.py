@@ -1,0 +1,180 @@
+"""M = E[q q^T]: the products of a fixed share of the queries a program, added in a fixed order."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..reference import query_moment as reference
+from .launch import blocks, on_device
+from .numbers import finite
+
+__all__ = ["accumulate_moment", "channel_weight", "merge_moment"]
+
+# Shares follow from the number of queries of a head alone, so that the sums are the same whatever
+# the batch and the device. 512 queries fill an H200 with 12 heads of 4,680; 16 shares bound what
+# the partial sums take.
+LEAST_SHARE = 512
+MAX_SHARES = 16
+MAX_TILE = 128  # channels of a block of M
+
+# A few operations on [N, D] or [N, D, D], once a span.
+channel_weight = reference.channel_weight
+merge_moment = reference.merge_moment
+
+
+def accumulate_moment(moment: Tensor, count: Tensor, queries: Tensor) -> None:
+    """See `steadykv.ops.query_moment`.
+
+    Products of BF16 and FP16 queries are exact, those of FP32 ones are three TF32 products; sums
+    are FP32. Allocates FP32 [B, H, P, D, D], P <= 16 shares of the queries.
+    """
+    _accumulate(moment, count, queries)
+
+
+@torch.library.custom_op("steadykv::accumulate_moment", mutates_args=("moment", "count"))
+def _accumulate(moment: Tensor, count: Tensor, queries: Tensor) -> None:
+    batch, heads, width, _ = moment.shape
+    pooled, tokens = queries.shape[1] // heads, queries.shape[2]
+    rows = pooled * tokens
+    block_d = min(MAX_TILE, max(16, triton.next_power_of_2(width)))
+    # A tile of queries is 16 KB in any type: BF16 tiles are twice as long.
+    block_q = 32 if queries.dtype == torch.float32 else 64
+    share = block_q * blocks(blocks(rows, min(MAX_SHARES, blocks(rows, LEAST_SHARE))), block_q)
+    shares, tiles = blocks(rows, share), blocks(width, block_d)
+    partial = torch.empty(
+        batch * heads, shares, width, width, dtype=torch.float32, device=moment.device
+    )
+    with on_device(moment):
+        _product_kernel[(shares, batch * heads, tiles * tiles)](
+            queries,
+            partial,
+            *queries.stride(),
+            heads,
+            tokens,
+            rows,
+            share,
+            POOLED=pooled,
+            WIDTH=width,
+            TILES=tiles,
+            BLOCK_Q=block_q,
+            BLOCK_D=block_d,
+            INTERPRETED=triton.knobs.runtime.interpret,
+            num_warps=8 if block_d == MAX_TILE else 4,
+            num_stages=2,
+        )
+        _fold_kernel[(blocks(width * width, 1024), batch * heads)](
+            moment,
+            count,
+            partial,
+            *moment.stride(),
+            *count.stride(),
+            heads,
+            shares,
+            rows,
+            WIDTH=width,
+            BLOCK=1024,
+            enable_fp_fusion=False,
+        )
+    count += rows
+
+
+@_accumulate.register_fake
+def _(moment: Tensor, count: Tensor, queries: Tensor) -> None:
+    return None
+
+
+# Strides are specialized, so that a row is read in wide words: whether 16 divides them follows from
+# D, not from a length.
+@triton.jit(do_not_specialize=["heads", "tokens", "rows", "share"])
+def _product_kernel(
+    p_queries,
+    p_partial,
+    stride_b,
+    stride_h,
+    stride_s,
+    stride_d,
+    heads,
+    tokens,
+    rows,
+    share,
+    POOLED: tl.constexpr,
+    WIDTH: tl.constexpr,
+    TILES: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """One block of q^T q over one share of the queries that one KV head is asked with."""
+    i_share = tl.program_id(0)
+    i_n = tl.program_id(1)
+    o_i = tl.program_id(2) // TILES * BLOCK_D + tl.arange(0, BLOCK_D)
+    o_j = tl.program_id(2) % TILES * BLOCK_D + tl.arange(0, BLOCK_D)
+    p_queries += (i_n // heads).to(tl.int64) * stride_b
+    p_queries += (i_n % heads * POOLED).to(tl.int64) * stride_h
+    b_sum = tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
+    for first in range(i_share * share, min((i_share + 1) * share, rows), BLOCK_Q):
+        o_q = first + tl.arange(0, BLOCK_Q)
+        m_q = o_q < rows
+        at = (o_q // tokens).to(tl.int64) * stride_h + (o_q % tokens).to(tl.int64) * stride_s
+        p_row = p_queries + at[:, None]
+        b_left = _queries(p_row + o_i[None, :] * stride_d, m_q[:, None] & (o_i < WIDTH)[None, :])
+        if TILES == 1:
+            b_right = b_left
+        else:
+            b_right = _queries(
+                p_row + o_j[None, :] * stride_d, m_q[:, None] & (o_j < WIDTH)[None, :]
+            )
+        if INTERPRETED:  # its product of BF16 is wrong
+            b_left, b_right = b_left.to(tl.float32), b_right.to(tl.float32)
+        b_sum = tl.dot(tl.trans(b_left), b_right, b_sum, input_precision="tf32x3")
+    p_sum = p_partial + (i_n.to(tl.int64) * tl.num_programs(0) + i_share) * WIDTH * WIDTH
+    tl.store(
+        p_sum + o_i[:, None] * WIDTH + o_j[None, :],
+        b_sum,
+        mask=(o_i < WIDTH)[:, None] & (o_j < WIDTH)[None, :],
+    )
+
+
+@triton.jit
+def _queries(p_tile, mask):
+    b_tile = tl.load(p_tile, mask=mask, other=0.0)
+    return finite(b_tile.to(tl.float32)).to(b_tile.dtype)
+
+
+@triton.jit(do_not_specialize=["heads", "shares", "rows"])
+def _fold_kernel(
+    p_moment,
+    p_count,
+    p_partial,
+    stride_b,
+    stride_h,
+    stride_i,
+    stride_j,
+    stride_cb,
+    stride_ch,
+    heads,
+    shares,
+    rows,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """mean += (sum / n - mean)·(n / (count + n)), as `merge_moment` has it."""
+    i_n = tl.program_id(1)
+    i_b, i_h = (i_n // heads).to(tl.int64), (i_n % heads).to(tl.int64)
+    o_m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    mask = o_m < WIDTH * WIDTH
+    p_partial += i_n.to(tl.int64) * shares * WIDTH * WIDTH
+    b_sum = tl.zeros([BLOCK], tl.float32)
+    for i_share in range(shares):
+        b_sum += tl.load(p_partial + i_share * WIDTH * WIDTH + o_m, mask=mask, other=0.0)
+    added = rows.to(tl.float32)
+    total = (tl.load(p_count + i_b * stride_cb + i_h * stride_ch) + rows).to(tl.float32)
+    weight = tl.div_rn(added, total)
+    p_at = p_moment + i_b * stride_b + i_h * stride_h
+    p_at += o_m // WIDTH * stride_i + o_m % WIDTH * stride_j
+    b_mean = tl.load(p_at, mask=mask, other=0.0)
+    b_new = tl.div_rn(b_sum, tl.zeros([BLOCK], tl.float32) + added)
+    tl.store(p_at, b_mean + (b_new - b_mean) * weight, mask=mask)
