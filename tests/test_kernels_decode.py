@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -37,7 +37,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(table, width, Tile(16, 1))
 
 
-@lru_cache(maxsize=None)
+@cache
 def packed(config: CodecConfig, shape: tuple[int, ...] = (2, 2, 37, 64)) -> Payload:
     """A payload of `sample_tokens` on the device under test."""
     x = sample_tokens(*shape)

@@ -51,7 +51,9 @@ class QVGCodec(Codec):
 
     def __init__(self, config: CodecConfig) -> None:
         super().__init__(config)
-        plain = config.stages == 1 and not (config.refit or config.reseed_empty)
+        plain = config.stages == 1 and not (
+            config.refit or config.reseed_empty or config.scale_search
+        )
         if plain and config.centroid_format == "bf16":
             self.kernel_copies = self.copies_in_kernels
 

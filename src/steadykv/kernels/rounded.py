@@ -41,7 +41,7 @@ def grid_steps(
     o_lane = tl.arange(0, 8)
     word = _code_word(p_codes, first_token, o_token, m_token, o_word, WIDTH, ROW, BITS, IS_TRITS)
     if IS_TRITS:
-        # The three bytes are 15 digits to base 3; the word begins at the first to the fifth of them.
+        # Three bytes are 15 digits to base 3; the word begins at one of the first five.
         digits = (word & 255) + 243 * ((word >> 8) & 255) + 59049 * (word >> 16)
         first = (8 * o_word % 5)[None, :, None]
         inverse = tl.where(first < 3, tl.where(first == 1, 1431655766, 477218589), 159072863)
