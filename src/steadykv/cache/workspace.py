@@ -69,8 +69,8 @@ def encode_workspace_nbytes(
         + _CENTROID_COPIES * 4 * rows * centroids * head_dim
         + blocks
     )
-    kept = residuals if codec.refit else 0  # what the last stage clusters is needed afterwards
-    rounding = (method.encode_copies + kept) * rows * row
+    # What the last stage clusters lives beside what it leaves.
+    rounding = (method.encode_copies + residuals) * rows * row
     rounding += method.encode_blocks * min(largest, rows * row)
     rounding += method.encode_extra_nbytes((-(-rows // heads), heads, tokens, head_dim), largest)
     cleaning = _CLEANING_COPIES * rows * row + _CLEANING_BLOCKS * min(largest, row)

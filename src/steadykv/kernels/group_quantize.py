@@ -70,7 +70,7 @@ def quantize_clustered(
     zeros = _bytes(x, heads, 0 if is_symmetric else nbytes)
     base = torch.empty(heads, dtype=torch.float16, device=x.device)
     lost = torch.empty(heads, programs, dtype=torch.int32, device=x.device)
-    shared = (centroids, ids, tokens, centroids.shape[1])
+    shared = (centroids.contiguous(), ids.contiguous(), tokens, centroids.shape[1])
     shape = (width, padded, groups, triton.next_power_of_2(groups), size, 2**bits)
     saturated = None
     with on_device(x):

@@ -91,7 +91,15 @@ def subtract_centroids(
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     with on_device(x):
         _leave[blocks(tokens, ROWS), heads](
-            x, centroids, ids, out, tokens, centroids.shape[1], width, _padded(width), ROWS
+            x,
+            centroids.contiguous(),
+            ids.contiguous(),
+            out,
+            tokens,
+            centroids.shape[1],
+            width,
+            _padded(width),
+            ROWS,
         )
     return out
 
@@ -132,6 +140,7 @@ def _assign(x: Tensor, centroids: Tensor, norms: Tensor, kind: torch.dtype) -> T
 
 def _means(x: Tensor, ids: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The means FP32 [N, C, D] of the clusters, rounded to BF16, and the norms of those."""
+    ids, previous = ids.contiguous(), previous.contiguous()
     (heads, tokens, width), clusters = x.shape, previous.shape[1]
     size = min(SUM_CENTROIDS, _padded(clusters))
     tiles = blocks(clusters, size)
