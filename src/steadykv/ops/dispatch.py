@@ -27,6 +27,7 @@ VARIABLE = "STEADYKV_BACKEND"
 
 # One module a name, under the same name, in every backend's folder.
 OPS = (
+    "attention",
     "decode",
     "feedback_rounding",
     "finite",
@@ -41,7 +42,7 @@ OPS = (
 )
 
 # Those of them that have a module of kernels.
-KERNELS: tuple[str, ...] = ()
+KERNELS: tuple[str, ...] = ("attention",)
 
 OLDEST_CAPABILITY = (8, 0)  # BF16 in the matrix units
 
