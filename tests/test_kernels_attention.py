@@ -11,7 +11,9 @@ from torch import Tensor
 
 from steadykv import ops
 from steadykv.kernels import attention
-from steadykv.kernels.attention import Plan, attend_planned, merge_attention, plan
+from steadykv.kernels.attention import attend_planned, merge_attention
+from steadykv.kernels.passes import ROUND_TOKENS, Plan, plan, plan_for
+from steadykv.kernels.vendor import vendor_for
 from steadykv.ops.attention import BUDGETS
 from steadykv.reference.blocks import Heads
 
@@ -89,7 +91,7 @@ def test_any_plan_equals_the_reference(heads, lanes, poisoned_memory):
     q, k, v = sample(2, 3, 2, rows=33, tokens=410, width=64)
     want = attended("reference", q.float(), k.float(), v.float())
     out = torch.empty_like(q)
-    vendor = attention._vendor(q.device, 64, k.dtype, False)
+    vendor = vendor_for(q.device, 64, k.dtype, False)
     scale = q.shape[-1] ** -0.5
     attend_planned(q, load_from(k, v), 410, 3, out, scale, None, Plan(heads, 128, lanes, 0), vendor)
     assert float((out - want).abs().max() / v.abs().max()) <= BOUND[k.dtype]
@@ -191,7 +193,7 @@ LAYERS = {
 def test_plans_keep_to_the_budget(layer, memory, lanes):
     shape, tokens, heads = LAYERS[layer]
     budget = BUDGETS[memory]
-    chosen = attention._plan(shape, tokens, heads, 2, 132, budget, True, lanes)
+    chosen = plan_for(shape, tokens, heads, 2, 132, budget, True, lanes)
     pieces = -(-tokens // chosen.tokens)
     outputs = 2 if pieces > 1 else 1
     group = shape[1] // heads
@@ -200,13 +202,13 @@ def test_plans_keep_to_the_budget(layer, memory, lanes):
     )
     assert chosen.nbytes == chosen.lanes * needed <= budget
     assert chosen.heads <= heads or chosen.heads % heads == 0
-    assert pieces * chosen.tokens < tokens + attention.ROUND_TOKENS * (pieces + 1)
+    assert pieces * chosen.tokens < tokens + ROUND_TOKENS * (pieces + 1)
 
 
 def test_a_budget_that_is_too_small_gives_the_smallest_plan():
     shape = (1, 4, 4680, 128)
-    assert attention._plan(shape, 9000, 4, 2, 132, 1, True, 2)[:3] == (1, 256, 1)
-    assert attention._plan(shape, 9000, 4, 2, 132, 1, False, 2)[:3] == (4, 256, 1)
+    assert plan_for(shape, 9000, 4, 2, 132, 1, True, 2)[:3] == (1, 256, 1)
+    assert plan_for(shape, 9000, 4, 2, 132, 1, False, 2)[:3] == (4, 256, 1)
 
 
 # --- GPU ------------------------------------------------------------------------------------------

@@ -41,7 +41,7 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 SUPPORT = {
     "ops": {"dispatch", "precision"},
     "reference": {"blocks"},
-    "kernels": {"launch", "numbers"},
+    "kernels": {"launch", "numbers", "passes", "vendor"},
 }
 
 # Host models, as they may be written in code; only an adapter in hosts/ may name one.

@@ -10,8 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, lru_cache
-from typing import NamedTuple
+from functools import cache
 
 import torch
 import triton
@@ -20,32 +19,12 @@ from torch import Tensor
 
 from ..reference import attention as reference
 from ..reference.blocks import Heads, Load, head_groups
-from .launch import blocks, on_device, processors
+from .launch import blocks, on_device
+from .passes import Plan, plan
+from .vendor import attention as vendor_attention
+from .vendor import vendor_for
 
-__all__ = ["Plan", "attend", "attend_nbytes", "attend_planned", "merge_attention", "plan"]
-
-# What a plan's time is estimated by, measured on one H200 of 132 multiprocessors: the matrix rate
-# of the vendor's attention, its rows a block, the copy rate, and what a pass takes the host.
-FLOPS = 650e12 / 132
-BLOCK_ROWS = 128
-BYTES = 4.2e12 / 132
-PASS_SECONDS = 100e-6
-
-# The bias of a key that is to get no weight. Of a piece without any other key, kernels return NaN,
-# infinity or 0 as the log-sum-exp, each its own.
-REMOVED = -30000.0
-
-LEAST_TOKENS = 256  # of a piece
-ROUND_TOKENS = 128  # a piece is a multiple of it, so that few shapes occur
-
-
-class Plan(NamedTuple):
-    """KV heads of a pass, tokens of a piece, lanes side by side, and the bytes all that takes."""
-
-    heads: int
-    tokens: int
-    lanes: int
-    nbytes: int
+__all__ = ["attend", "attend_nbytes", "attend_planned", "merge_attention"]
 
 
 def attend(
@@ -61,7 +40,7 @@ def attend(
     can_split: bool,
 ) -> None:
     """See `steadykv.ops.attention`."""
-    vendor = _vendor(q.device, q.shape[-1], dtype, bias is not None)
+    vendor = vendor_for(q.device, q.shape[-1], dtype, bias is not None)
     if vendor is None or q.dtype != dtype:
         # FP32 caches and head dims that no vendor kernel takes; queries finer than the cache.
         reference.attend(q, load, tokens, kv_heads, out, dtype, scale, bias, budget, can_split)
@@ -81,81 +60,9 @@ def attend_nbytes(
     can_split: bool,
 ) -> int:
     """See `steadykv.ops.attention`."""
-    if _vendor(device, shape[-1], dtype, False) is None:
+    if vendor_for(device, shape[-1], dtype, False) is None:
         return reference.attend_nbytes(shape, tokens, kv_heads, dtype, device, budget, can_split)
     return plan(shape, tokens, kv_heads, dtype.itemsize, device, budget, can_split).nbytes
-
-
-def plan(
-    shape: tuple[int, int, int, int],
-    tokens: int,
-    kv_heads: int,
-    itemsize: int,
-    device: torch.device,
-    budget: int,
-    can_split: bool,
-) -> Plan:
-    """The passes over queries of `shape` [B, n·H, S, D] that are estimated to be fastest."""
-    lanes = 1 if device.type != "cuda" or torch.compiler.is_compiling() else 2
-    return _plan(shape, tokens, kv_heads, itemsize, processors(device), budget, can_split, lanes)
-
-
-@lru_cache(maxsize=256)
-def _plan(
-    shape: tuple[int, int, int, int],
-    tokens: int,
-    kv_heads: int,
-    itemsize: int,
-    multiprocessors: int,
-    budget: int,
-    can_split: bool,
-    most_lanes: int,
-) -> Plan:
-    batch, query_heads, rows, width = shape
-    group, every = query_heads // kv_heads, batch * kv_heads
-    sizes = [*range(1, kv_heads + 1), *range(2 * kv_heads, every + 1, kv_heads)]
-    head_scratch = 2 * width * itemsize  # of one token
-
-    def outputs(heads: int, merges: bool) -> int:
-        """One partial output and its log-sum-exp; merged ones also have low halves."""
-        partial = heads * group * rows * (width * itemsize + 4)
-        return 2 * partial if merges else partial
-
-    best, least = None, 0.0
-    for lanes in range(1, most_lanes + 1):
-        for heads in sizes if can_split else [every]:
-            passes = -(-every // heads)
-            if lanes > passes:
-                continue
-            room = budget // lanes
-            length = (room - outputs(heads, False)) // (heads * head_scratch)
-            if length < tokens:
-                length = (room - outputs(heads, True)) // (heads * head_scratch)
-                pieces = -(-tokens // max(1, length - ROUND_TOKENS))
-                length = -(-tokens // (pieces * ROUND_TOKENS)) * ROUND_TOKENS
-            length = min(length, tokens)
-            if length < min(tokens, LEAST_TOKENS):
-                continue
-            pieces = -(-tokens // length)
-            nbytes = lanes * (heads * head_scratch * length + outputs(heads, pieces > 1))
-            if nbytes > budget:
-                continue
-            filled = -(-rows // BLOCK_ROWS) * group * heads / multiprocessors
-            if lanes == 1:
-                waves = pieces * passes * -(-filled // 1)
-            else:
-                waves = pieces * passes * filled / min(1.0, lanes * filled) + 0.5
-            attention = waves * 4 * BLOCK_ROWS * length * width / FLOPS
-            partial = passes * heads * group * rows * width * itemsize
-            merging = partial * (2 + 5 * (pieces - 1)) / (BYTES * multiprocessors)
-            seconds = max(attention + merging, passes * pieces * PASS_SECONDS)
-            if best is None or seconds < least:
-                best, least = Plan(heads, length, lanes, nbytes), seconds
-    if best is not None:
-        return best
-    heads, length = (1 if can_split else every), min(tokens, LEAST_TOKENS)
-    nbytes = heads * head_scratch * length + outputs(heads, length < tokens)
-    return Plan(heads, length, 1, nbytes)
 
 
 def attend_planned(
@@ -212,7 +119,7 @@ def _attend_part(
         count = part.rows * part.heads * (end - start) * width
         k, v = load(part, start, end, room[0, :count].view(size), room[1, :count].view(size))
         part_bias = None if bias is None else bias[:, :, start:end]
-        partial, partial_lse = _ATTENTION[vendor](q, k, v, part_bias, scale)
+        partial, partial_lse = vendor_attention(vendor, q, k, v, part_bias, scale)
         if lse is None:
             out.copy_(partial)
             lse = partial_lse
@@ -221,85 +128,6 @@ def _attend_part(
         if low is None:
             low = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         merge_attention(out, low, lse, partial, partial_lse, is_first, is_last)
-
-
-# --- the vendor's kernels: (output, log-sum-exp FP32 [B, H, S]) -------------------------------
-
-
-def _vendor(device: torch.device, width: int, dtype: torch.dtype, has_bias: bool) -> str | None:
-    """Which of them runs, from static facts alone."""
-    if device.type == "cpu":  # where kernels are interpreted
-        return "cpu"
-    if dtype not in (torch.bfloat16, torch.float16) or width % 8 or width > 256:
-        return None
-    if has_bias:
-        return "efficient"
-    # cuDNN 9 is the faster one from Hopper on: 4.3 ms against 7.3 for 32 heads of 4,680 queries and
-    # 34,320 keys. It takes head dims up to 128 everywhere.
-    return "cudnn" if width <= 128 and _has_cudnn(device.index) else "flash"
-
-
-@cache
-def _has_cudnn(index: int | None) -> bool:
-    return (
-        torch.cuda.get_device_capability(index) >= (9, 0)
-        and torch.backends.cudnn.is_available()
-        and (torch.backends.cudnn.version() or 0) >= 90000
-    )
-
-
-def _cudnn(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    found = torch.ops.aten._scaled_dot_product_cudnn_attention(
-        q, k, v, None, True, 0.0, False, False, scale=scale
-    )
-    return found[0], found[1].reshape(q.shape[:3])
-
-
-def _flash(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    found = torch.ops.aten._scaled_dot_product_flash_attention(
-        q, k, v, 0.0, False, False, scale=scale
-    )
-    return found[0], found[1]
-
-
-def _efficient(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    folded, mask = _folded(q, k, bias)
-    out, lse = torch.ops.aten._scaled_dot_product_efficient_attention(
-        folded, k, v, mask, True, 0.0, False, scale=scale
-    )[:2]
-    # Its log-sum-exp is padded to whole blocks of queries.
-    return out.reshape(q.shape), lse[:, :, : folded.shape[2]].reshape(q.shape[:3])
-
-
-def _cpu(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float
-) -> tuple[Tensor, Tensor]:
-    folded, mask = _folded(q, k, bias)
-    out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        folded, k, v, 0.0, False, attn_mask=mask, scale=scale
-    )
-    return out.reshape(q.shape), lse.reshape(q.shape[:3])
-
-
-_ATTENTION = {"cudnn": _cudnn, "flash": _flash, "efficient": _efficient, "cpu": _cpu}
-
-
-def _folded(q: Tensor, k: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """The query heads of a KV head as more queries of one head, and the bias as their mask."""
-    rows, heads, tokens, width = k.shape
-    folded = q.reshape(rows, heads, -1, width)
-    if bias is None:
-        return folded, None
-    # Strides that are multiples of 16, which the kernels load by.
-    padded = q.new_empty(rows, heads, 1, -(-tokens // 16) * 16)[..., :tokens]
-    padded.copy_(bias[:, :, None].clamp(min=REMOVED))
-    return folded, padded.expand(-1, -1, folded.shape[2], -1)
 
 
 # --- lanes ------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .blocks import Heads, Load, head_groups
+from .blocks import Load, head_groups
 
 __all__ = ["attend", "attend_nbytes"]
 
