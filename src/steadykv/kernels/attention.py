@@ -167,7 +167,11 @@ def _on(stream: torch.cuda.Stream | None) -> Iterator[None]:
 # --- merging ----------------------------------------------------------------------------------
 
 
-@triton.jit(do_not_specialize=["rows", "heads"])
+# All other strides are multiples of the width, whatever the number of rows.
+_RUNTIME = ["rows", "heads", "s_lse_b", "s_lse_h", "s_part_lse_b", "s_part_lse_h"]
+
+
+@triton.jit(do_not_specialize=_RUNTIME)
 def _merge_kernel(
     p_out,
     p_low,
