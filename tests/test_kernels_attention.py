@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from steadykv.kernels import attention
 from steadykv.kernels.attention import attend_planned, merge_attention
 from steadykv.kernels.passes import ROUND_TOKENS, Plan, plan, plan_for
 from steadykv.kernels.vendor import vendor_for
-from steadykv.ops.attention import BUDGETS
-from steadykv.reference.blocks import Heads
+from steadykv.ops.attention import BUDGETS, Heads, Tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Interpreted BF16 stores truncate, so that FP16 stands for it where there is no GPU.
@@ -41,23 +39,21 @@ def sample(
     return 2 * q, k, v + 1
 
 
-def load_from(k: Tensor, v: Tensor) -> Callable[..., tuple[Tensor, Tensor]]:
-    """A loader that copies, as decoding does."""
+def tokens_of(k: Tensor, v: Tensor, **options: Any) -> Tokens:
+    """Keys and values that are copied when they are loaded, as decoding does."""
 
     def load(part: Heads, start: int, end: int, k_room: Tensor, v_room: Tensor):
         k_room.copy_(part.of(k)[:, :, start:end])
         v_room.copy_(part.of(v)[:, :, start:end])
         return k_room, v_room
 
-    return load
+    return Tokens(load, k.shape[2], k.shape[1], k.dtype, **options)
 
 
 def attended(backend: str, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     out = torch.empty_like(q)
     scale = options.pop("scale", q.shape[-1] ** -0.5)
-    load = load_from(k, v)
-    size = (k.shape[2], k.shape[1])
-    ops.attend(q, load, *size, out, k.dtype, scale=scale, backend=backend, **options)
+    ops.attend(q, tokens_of(k, v), out, scale=scale, backend=backend, **options)
     return out
 
 
@@ -78,7 +74,7 @@ def test_one_pass_equals_the_reference(width, poisoned_memory):
 def test_pieces_equal_the_reference(batch, group, width, dtype, poisoned_memory):
     """A budget for so little that every head is cut into pieces."""
     q, k, v = sample(batch, 2, group, tokens=1100, width=width, dtype=dtype)
-    chosen = plan(tuple(q.shape), 1100, 2, k.element_size(), q.device, 1 << 17, True)
+    chosen = plan(tuple(q.shape), tokens_of(k, v), q.device, 1 << 17)
     assert chosen.tokens < 1100 / 2
     check(q, k, v, budget=1 << 17)
 
@@ -93,7 +89,7 @@ def test_any_plan_equals_the_reference(heads, lanes, poisoned_memory):
     out = torch.empty_like(q)
     vendor = vendor_for(q.device, 64, k.dtype, False)
     scale = q.shape[-1] ** -0.5
-    attend_planned(q, load_from(k, v), 410, 3, out, scale, None, Plan(heads, 128, lanes, 0), vendor)
+    attend_planned(q, tokens_of(k, v), out, scale, None, Plan(heads, 128, lanes, 0), vendor)
     assert float((out - want).abs().max() / v.abs().max()) <= BOUND[k.dtype]
 
 
@@ -114,9 +110,7 @@ def test_strided_queries_and_results():
     want = attended("triton", q, k, v, budget=1 << 17)
     views = q.transpose(1, 2).contiguous().transpose(1, 2)
     out = torch.empty(2, 37, 4, 64, dtype=q.dtype, device=DEVICE).transpose(1, 2)
-    ops.attend(
-        views, load_from(k, v), 500, 2, out, k.dtype, scale=0.125, budget=1 << 17, backend="triton"
-    )
+    ops.attend(views, tokens_of(k, v), out, scale=0.125, budget=1 << 17, backend="triton")
     assert torch.equal(out, want)
 
 
@@ -193,7 +187,7 @@ LAYERS = {
 def test_plans_keep_to_the_budget(layer, memory, lanes):
     shape, tokens, heads = LAYERS[layer]
     budget = BUDGETS[memory]
-    chosen = plan_for(shape, tokens, heads, 2, 132, budget, True, lanes)
+    chosen = plan_for(shape, tokens, heads, 2, 132, budget, lanes)
     pieces = -(-tokens // chosen.tokens)
     outputs = 2 if pieces > 1 else 1
     group = shape[1] // heads
@@ -207,8 +201,36 @@ def test_plans_keep_to_the_budget(layer, memory, lanes):
 
 def test_a_budget_that_is_too_small_gives_the_smallest_plan():
     shape = (1, 4, 4680, 128)
-    assert plan_for(shape, 9000, 4, 2, 132, 1, True, 2)[:3] == (1, 256, 1)
-    assert plan_for(shape, 9000, 4, 2, 132, 1, False, 2)[:3] == (4, 256, 1)
+    assert plan_for(shape, 9000, 4, 2, 132, 1, 2)[:3] == (1, 256, 1)
+    assert plan_for(shape, 9000, 4, 2, 132, 1, 2, can_split=False)[:3] == (4, 256, 1)
+
+
+def test_many_segments_want_few_passes():
+    """Loading them again for each pass would keep the host busier than the device."""
+    shape, tokens, heads = LAYERS["12 heads, 180 frames"]
+    few, many = (
+        plan_for(shape, tokens, heads, 2, 132, BUDGETS["default"], 2, segments=count)
+        for count in (4, 400)
+    )
+    assert many.heads > few.heads
+
+
+def test_heads_that_belong_together_are_loaded_together(poisoned_memory):
+    q, k, v = sample(2, 3, 2, tokens=900)
+    parts = []
+    tokens = tokens_of(k, v, can_split=False)
+
+    def load(part: Heads, *rest: Any):
+        parts.append(part)
+        return tokens.load(part, *rest)
+
+    want = attended("reference", q.float(), k.float(), v.float())
+    for backend in ("reference", "triton"):
+        got = torch.empty_like(q)
+        ops.attend(q, tokens._replace(load=load), got, scale=0.125, budget=1 << 19, backend=backend)
+        assert set(parts) == {Heads(0, 2, 0, 3)}
+        assert float((got - want).abs().max() / v.abs().max()) <= BOUND[k.dtype]
+    assert len(parts) > 2
 
 
 # --- GPU ------------------------------------------------------------------------------------------
@@ -235,10 +257,10 @@ def test_a_new_length_compiles_nothing():
 @pytest.mark.parametrize("budget", [1 << 18, 128 << 20])
 def test_graphs_replay_it(budget):
     q, k, v = sample(1, 4, rows=200, tokens=2000, width=128)
-    out, load = torch.empty_like(q), load_from(k, v)
+    out, tokens = torch.empty_like(q), tokens_of(k, v)
 
     def step() -> None:
-        ops.attend(q, load, 2000, 4, out, k.dtype, scale=0.1, budget=budget, backend="triton")
+        ops.attend(q, tokens, out, scale=0.1, budget=budget, backend="triton")
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -262,9 +284,7 @@ def test_it_compiles_without_a_break():
 
     def attention_of(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = torch.empty_like(q)
-        ops.attend(
-            q, load_from(k, v), 700, 2, out, k.dtype, scale=0.1, budget=1 << 17, backend="triton"
-        )
+        ops.attend(q, tokens_of(k, v), out, scale=0.1, budget=1 << 17, backend="triton")
         return out
 
     compiled = torch.compile(attention_of, fullgraph=True)

@@ -13,10 +13,10 @@ from steadykv.cache.checks import Geometry, check_finite
 from steadykv.cache.policy import TokenRange
 from steadykv.cache.segments import TensorStore, nbytes_of
 from steadykv.cache.workspace import decode_workspace_nbytes
+from steadykv.codecs import codec_for
 from steadykv.errors import ConfigError, PositionError, ShapeError
-from steadykv.ops.attention import BUDGETS
+from steadykv.ops.attention import BUDGETS, Heads, Tokens
 from steadykv.ops.precision import full_precision
-from steadykv.reference.blocks import Heads
 
 if TYPE_CHECKING:
     from steadykv.cache.layer import LayerCache
@@ -30,73 +30,54 @@ def attend(
     """See `LayerCache.attend`."""
     geometry = layer.geometry
     geometry.check("q", q, layer.batch, queries=True)
-    loader = Loader(layer.keys, layer.values, layer.spans())
-    if layer.batch is None or not loader.tokens:
+    tokens = _tokens(layer)
+    if layer.batch is None or not tokens.length:
         raise PositionError(
             f"layer {layer.layer}: attend before the first write: expected tokens to attend to; "
             "write the chunk first"
         )
     budget = _budget_of(memory)
-    wide_bias = _bias_of(bias, geometry, layer.batch, loader.tokens)
+    wide_bias = _bias_of(bias, geometry, layer.batch, tokens.length)
     if layer.debug:
         check_finite(layer.layer, q=q)
     queries = layer.keys.heads_first(q)
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    can_split = loader.can_split
     with full_precision(geometry.device):
         ops.attend(
             queries,
-            loader,
-            loader.tokens,
-            geometry.heads,
+            tokens,
             layer.keys.heads_first(out),
-            geometry.dtype,
             scale=geometry.head_dim**-0.5 if scale is None else scale,
             bias=wide_bias,
             budget=budget,
-            can_split=can_split,
         )
     shape = (queries.shape[0], queries.shape[1], queries.shape[2], queries.shape[3])
-    needed = ops.attend_nbytes(
-        shape,
-        loader.tokens,
-        geometry.heads,
-        geometry.dtype,
-        geometry.device,
-        budget=budget,
-        can_split=can_split,
-    )
+    needed = ops.attend_nbytes(shape, tokens, geometry.device, budget=budget)
     decoding = decode_workspace_nbytes((*layer.keys.segments, *layer.values.segments))
     layer.meter.transient(nbytes_of(out) + needed + decoding)
     return out
 
 
-class Loader:
-    """Loads keys and values of the tokens in `ranges`, numbered in that order (`ops.attend`)."""
+def _tokens(layer: LayerCache) -> Tokens:
+    """The layer's tokens in the order of `spans()`, numbered from 0."""
+    ranges = layer.spans()
+    stores = layer.keys, layer.values
+    segments = [s for store in stores for s, _, _ in store.overlaps(ranges)]
 
-    def __init__(
-        self, keys: TensorStore, values: TensorStore, ranges: Sequence[TokenRange]
-    ) -> None:
-        self.stores = (keys, values)
-        self.ranges = ranges
-        self.tokens = sum(end - start for start, end in ranges)
-
-    @property
-    def can_split(self) -> bool:
-        """Whether all payloads can be decoded by heads."""
-        segments = (segment for store in self.stores for segment in store.segments)
-        return all(s.payload is None or s.payload.can_split for s in segments)
-
-    def __call__(
-        self, part: Heads, start: int, end: int, k_room: Tensor, v_room: Tensor
+    def load(
+        part: Heads, start: int, end: int, k_room: Tensor, v_room: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """See `steadykv.ops.attend`. What lies in one dense segment is not copied."""
-        ranges = _clip(self.ranges, start, end)
-        k, v = (
-            _load(store, part, ranges, room)
-            for store, room in zip(self.stores, (k_room, v_room), strict=True)
-        )
-        return k, v
+        clipped = _clip(ranges, start, end)
+        return _load(stores[0], part, clipped, k_room), _load(stores[1], part, clipped, v_room)
+
+    return Tokens(
+        load,
+        sum(end - start for start, end in ranges),
+        layer.geometry.heads,
+        layer.geometry.dtype,
+        all(s.payload is None or s.payload.can_split for s in segments),
+        len(segments),
+    )
 
 
 def _bias_of(bias: Tensor | None, geometry: Geometry, batch: int, tokens: int) -> Tensor | None:
@@ -136,12 +117,15 @@ def _clip(ranges: Sequence[TokenRange], start: int, end: int) -> list[TokenRange
 
 
 def _load(store: TensorStore, part: Heads, ranges: Sequence[TokenRange], room: Tensor) -> Tensor:
+    """The tokens of `ranges` in `room`, or where they lie, if that is one dense segment."""
     cursor = 0
     for segment, low, high in store.overlaps(ranges):
         first, last = low - segment.start, high - segment.start
         target = room[:, :, cursor : cursor + high - low]
         if segment.payload is not None:
-            segment.payload.part(part).decode(out=target, start=first, end=last)
+            payload = segment.payload.part(part)
+            codec = codec_for(payload.config)
+            codec.decode(payload.tensors, payload.shape, target, first, last)
         else:
             dense = part.of(store.heads_first(segment.tensor))[:, :, first:last]
             if target.shape == room.shape:

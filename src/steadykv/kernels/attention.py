@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import attention as reference
-from ..reference.blocks import Heads, Load, head_groups
+from ..reference.blocks import Heads, Tokens, head_groups
 from .launch import blocks, on_device
 from .passes import Plan, plan
 from .vendor import attention as vendor_attention
@@ -28,48 +28,30 @@ __all__ = ["attend", "attend_nbytes", "attend_planned", "merge_attention"]
 
 
 def attend(
-    q: Tensor,
-    load: Load,
-    tokens: int,
-    kv_heads: int,
-    out: Tensor,
-    dtype: torch.dtype,
-    scale: float,
-    bias: Tensor | None,
-    budget: int,
-    can_split: bool,
+    q: Tensor, tokens: Tokens, out: Tensor, scale: float, bias: Tensor | None, budget: int
 ) -> None:
     """See `steadykv.ops.attention`."""
-    vendor = vendor_for(q.device, q.shape[-1], dtype, bias is not None)
-    if vendor is None or q.dtype != dtype:
+    vendor = vendor_for(q.device, q.shape[-1], tokens.dtype, bias is not None)
+    if vendor is None or q.dtype != tokens.dtype:
         # FP32 caches and head dims that no vendor kernel takes; queries finer than the cache.
-        reference.attend(q, load, tokens, kv_heads, out, dtype, scale, bias, budget, can_split)
+        reference.attend(q, tokens, out, scale, bias, budget)
         return
     shape = (q.shape[0], q.shape[1], q.shape[2], q.shape[3])
-    chosen = plan(shape, tokens, kv_heads, dtype.itemsize, q.device, budget, can_split)
-    attend_planned(q, load, tokens, kv_heads, out, scale, bias, chosen, vendor)
+    attend_planned(q, tokens, out, scale, bias, plan(shape, tokens, q.device, budget), vendor)
 
 
 def attend_nbytes(
-    shape: tuple[int, int, int, int],
-    tokens: int,
-    kv_heads: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    budget: int,
-    can_split: bool,
+    shape: tuple[int, int, int, int], tokens: Tokens, device: torch.device, budget: int
 ) -> int:
     """See `steadykv.ops.attention`."""
-    if vendor_for(device, shape[-1], dtype, False) is None:
-        return reference.attend_nbytes(shape, tokens, kv_heads, dtype, device, budget, can_split)
-    return plan(shape, tokens, kv_heads, dtype.itemsize, device, budget, can_split).nbytes
+    if vendor_for(device, shape[-1], tokens.dtype, False) is None:
+        return reference.attend_nbytes(shape, tokens, device, budget)
+    return plan(shape, tokens, device, budget).nbytes
 
 
 def attend_planned(
     q: Tensor,
-    load: Load,
-    tokens: int,
-    kv_heads: int,
+    tokens: Tokens,
     out: Tensor,
     scale: float,
     bias: Tensor | None,
@@ -78,18 +60,17 @@ def attend_planned(
 ) -> None:
     """`attend` by a given plan and the vendor's kernel of that name."""
     batch, heads, _, width = q.shape
-    group = heads // kv_heads
+    group = heads // tokens.heads
     with on_device(q), _lanes(q.device, chosen.lanes) as streams:
         size = chosen.heads * chosen.tokens * width
         rooms = [q.new_empty(2, size) for _ in streams]
-        for number, part in enumerate(head_groups(batch, kv_heads, chosen.heads)):
+        for number, part in enumerate(head_groups(batch, tokens.heads, chosen.heads)):
             lane = number % len(streams)
             with _on(streams[lane]):
                 _attend_part(
                     part.of(q, group),
-                    load,
-                    part,
                     tokens,
+                    part,
                     part.of(out, group),
                     scale,
                     None if bias is None else part.of(bias),
@@ -101,9 +82,8 @@ def attend_planned(
 
 def _attend_part(
     q: Tensor,
-    load: Load,
+    tokens: Tokens,
     part: Heads,
-    tokens: int,
     out: Tensor,
     scale: float,
     bias: Tensor | None,
@@ -113,18 +93,19 @@ def _attend_part(
 ) -> None:
     width = q.shape[-1]
     low = lse = None
-    for start in range(0, tokens, step):
-        end = min(start + step, tokens)
+    for start in range(0, tokens.length, step):
+        end = min(start + step, tokens.length)
         size = (part.rows, part.heads, end - start, width)
         count = part.rows * part.heads * (end - start) * width
-        k, v = load(part, start, end, room[0, :count].view(size), room[1, :count].view(size))
+        k_room, v_room = (side[:count].view(size) for side in room)
+        k, v = tokens.load(part, start, end, k_room, v_room)
         part_bias = None if bias is None else bias[:, :, start:end]
         partial, partial_lse = vendor_attention(vendor, q, k, v, part_bias, scale)
         if lse is None:
             out.copy_(partial)
             lse = partial_lse
             continue
-        is_first, is_last = low is None, end == tokens
+        is_first, is_last = low is None, end == tokens.length
         if low is None:
             low = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         merge_attention(out, low, lse, partial, partial_lse, is_first, is_last)

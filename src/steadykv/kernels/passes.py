@@ -7,16 +7,19 @@ from typing import NamedTuple
 
 import torch
 
+from ..reference.blocks import Tokens
 from .launch import processors
 
 __all__ = ["ROUND_TOKENS", "Plan", "plan", "plan_for"]
 
-# What a plan's time is estimated by, measured on one H200 of 132 multiprocessors: the matrix rate
-# of the vendor's attention, its rows a block, the copy rate, and what a pass takes the host.
-FLOPS = 650e12 / 132
+# What a plan's time is estimated by. Of an H200 with 132 multiprocessors: the rate of the vendor's
+# attention (4.34 ms for 32 heads, 4,680 queries, 34,320 keys) and of a copy; rows of a block of it.
+# Of the host, roughly: what a pass takes, and each segment that is loaded in it.
+FLOPS = 606e12 / 132
 BLOCK_ROWS = 128
 BYTES = 4.2e12 / 132
-PASS_SECONDS = 100e-6
+PASS_SECONDS = 60e-6
+LOAD_SECONDS = 30e-6
 
 LEAST_TOKENS = 256  # of a piece
 ROUND_TOKENS = 128  # a piece is a multiple of it, so that few shapes occur
@@ -32,17 +35,21 @@ class Plan(NamedTuple):
 
 
 def plan(
-    shape: tuple[int, int, int, int],
-    tokens: int,
-    kv_heads: int,
-    itemsize: int,
-    device: torch.device,
-    budget: int,
-    can_split: bool,
+    shape: tuple[int, int, int, int], tokens: Tokens, device: torch.device, budget: int
 ) -> Plan:
     """The passes over queries of `shape` [B, n·H, S, D] that are estimated to be fastest."""
     lanes = 1 if device.type != "cuda" or torch.compiler.is_compiling() else 2
-    return plan_for(shape, tokens, kv_heads, itemsize, processors(device), budget, can_split, lanes)
+    return plan_for(
+        shape,
+        tokens.length,
+        tokens.heads,
+        tokens.dtype.itemsize,
+        processors(device),
+        budget,
+        lanes,
+        tokens.can_split,
+        tokens.segments,
+    )
 
 
 @lru_cache(maxsize=256)
@@ -53,8 +60,9 @@ def plan_for(
     itemsize: int,
     multiprocessors: int,
     budget: int,
-    can_split: bool,
     most_lanes: int,
+    can_split: bool = True,
+    segments: int = 1,
 ) -> Plan:
     """`plan` for so many multiprocessors, of one, two, ... `most_lanes` lanes."""
     batch, query_heads, rows, width = shape
@@ -94,7 +102,8 @@ def plan_for(
             attention = waves * 4 * BLOCK_ROWS * length * width / FLOPS
             partial = passes * heads * group * rows * width * itemsize
             merging = partial * (2 + 5 * (pieces - 1)) / (BYTES * multiprocessors)
-            seconds = max(attention + merging, passes * pieces * PASS_SECONDS)
+            host = passes * (pieces * PASS_SECONDS + (pieces + segments) * LOAD_SECONDS)
+            seconds = max(attention + merging, host)
             if best is None or seconds < least:
                 best, least = Plan(heads, length, lanes, nbytes), seconds
     if best is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .blocks import Load, head_groups
+from .blocks import Tokens, head_groups
 
 __all__ = ["attend", "attend_nbytes"]
 
@@ -15,37 +15,24 @@ BLOCK_BYTES = 4 << 20
 
 
 def attend(
-    q: Tensor,
-    load: Load,
-    tokens: int,
-    kv_heads: int,
-    out: Tensor,
-    dtype: torch.dtype,
-    scale: float,
-    bias: Tensor | None,
-    budget: int,
-    can_split: bool,
+    q: Tensor, tokens: Tokens, out: Tensor, scale: float, bias: Tensor | None, budget: int
 ) -> None:
     """See `steadykv.ops.attention`."""
     batch, heads, rows, width = q.shape
-    group = heads // kv_heads
-    for part in head_groups(batch, kv_heads, 1 if can_split else batch * kv_heads):
+    group, length = heads // tokens.heads, tokens.length
+    for part in head_groups(batch, tokens.heads, _together(batch, tokens)):
         size = (part.rows, part.heads)
         # The query heads of one KV head see the same keys: they are more queries of one head.
         queries = part.of(q, group).float().reshape(*size, group * rows, width) * scale
         total = queries.new_zeros(*size, group * rows, 1)
         top = torch.full_like(total, -torch.inf)
         value = torch.zeros_like(queries)
-        step = _token_step(part.rows * part.heads, width, tokens)
-        room_k, room_v = (
-            torch.empty(*size, step, width, dtype=dtype, device=q.device) for _ in range(2)
-        )
-        for start in range(0, tokens, step):
-            end = min(start + step, tokens)
-            loaded = load(
-                part, start, end, room_k[:, :, : end - start], room_v[:, :, : end - start]
-            )
-            k, v = (t.float() for t in loaded)
+        step = _token_step(part.rows * part.heads, width, length)
+        room = torch.empty(2, *size, step, width, dtype=tokens.dtype, device=q.device)
+        for start in range(0, length, step):
+            end = min(start + step, length)
+            k_room, v_room = room[..., : end - start, :]
+            k, v = (t.float() for t in tokens.load(part, start, end, k_room, v_room))
             score_bias = None if bias is None else part.of(bias)[:, :, None, start:end]
             _add(queries, k, v, score_bias, top, total, value)
         value /= torch.where(total == 0, 1, total)
@@ -53,21 +40,16 @@ def attend(
 
 
 def attend_nbytes(
-    shape: tuple[int, int, int, int],
-    tokens: int,
-    kv_heads: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    budget: int,
-    can_split: bool,
+    shape: tuple[int, int, int, int], tokens: Tokens, device: torch.device, budget: int
 ) -> int:
     """See `steadykv.ops.attention`."""
     batch, heads, rows, width = shape
-    together = 1 if can_split else batch * kv_heads
-    queries = 4 * together * heads // kv_heads * rows
-    step = _token_step(together, width, tokens)
-    rooms = 2 * together * step * width * (dtype.itemsize + 4 * (dtype != torch.float32))
-    logits = min(2 * BLOCK_BYTES, 8 * together * heads // kv_heads * rows * step)
+    together = _together(batch, tokens)
+    queries = 4 * together * heads // tokens.heads * rows
+    step = _token_step(together, width, tokens.length)
+    in_fp32 = 4 * (tokens.dtype != torch.float32)  # a copy
+    rooms = 2 * together * step * width * (tokens.dtype.itemsize + in_fp32)
+    logits = min(2 * BLOCK_BYTES, 2 * queries * step)
     # Scaled queries, values and, at the start, unscaled queries; then a product of one block.
     return queries * (3 * width + 2) + rooms + logits + min(queries * width, BLOCK_BYTES)
 
@@ -99,6 +81,11 @@ def _add(
         value[at] = value[at] * kept
         value[at] += weights @ v
         top[at] = above
+
+
+def _together(batch: int, tokens: Tokens) -> int:
+    """KV heads of a pass."""
+    return 1 if tokens.can_split else batch * tokens.heads
 
 
 def _token_step(together: int, width: int, tokens: int) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 __all__ = [
     "FP16_MAX",
     "Heads",
-    "Load",
+    "Tokens",
     "gather_rows",
     "head_groups",
     "head_matmul",
@@ -82,8 +82,21 @@ class Heads(NamedTuple):
         return x.narrow(1, self.head * group, self.heads * group)
 
 
-Load = Callable[[Heads, int, int, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Keys and values of the tokens start..end: written into the two tensors given, or views."""
+class Tokens(NamedTuple):
+    """Keys and values that can be had dense, a few heads and tokens at a time.
+
+    load(part, start, end, k_room, v_room): of the tokens start..end, [rows, heads, end - start, D]
+    in `dtype`: the rooms, filled, or other tensors. length: T, above 0. heads: H.
+    can_split: whether `load` takes less than all heads. segments: how many the tokens lie in, which
+    is what loading costs the host.
+    """
+
+    load: Callable[[Heads, int, int, Tensor, Tensor], tuple[Tensor, Tensor]]
+    length: int
+    heads: int
+    dtype: torch.dtype
+    can_split: bool = True
+    segments: int = 1
 
 
 def head_groups(batch: int, heads: int, size: int) -> Iterator[Heads]:
