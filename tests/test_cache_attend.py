@@ -156,6 +156,21 @@ def test_wrong_calls_get_one_line():
         strict[0].attend(q.fill_(torch.nan))
 
 
+@pytest.mark.parametrize("call", ["attend", "read"])
+def test_it_compiles_without_a_break(call):
+    """After one call, which decides what runs; the peak is still accounted for."""
+    cache, q = filled(small("quantwm:qvg4", **POLICY))
+
+    def step(q: Tensor) -> tuple[Tensor, ...]:
+        return (cache[0].attend(q),) if call == "attend" else cache[0].read()
+
+    want = step(q)
+    cache[0].meter.restart_peak()
+    compiled = torch.compile(step, fullgraph=True, backend="eager")
+    assert all(map(torch.equal, compiled(q), want))
+    assert cache[0].meter.peak > cache[0].meter.resident
+
+
 # --- memory ---------------------------------------------------------------------------------------
 
 
