@@ -41,7 +41,16 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 SUPPORT = {
     "ops": {"dispatch", "precision"},
     "reference": {"blocks"},
-    "kernels": {"decode_groups", "decode_levels", "launch", "numbers", "rounded", "tiles"},
+    "kernels": {
+        "decode_groups",
+        "decode_levels",
+        "launch",
+        "numbers",
+        "passes",
+        "rounded",
+        "tiles",
+        "vendor",
+    },
 }
 
 # Host models, as they may be written in code; only an adapter in hosts/ may name one.

@@ -87,7 +87,7 @@ def encode_workspace_nbytes(
 
 def decode_workspace_nbytes(segments: Iterable[Segment]) -> int:
     """Bytes that decoding takes besides its result: that of the most demanding segment."""
-    return max((_decode(segment) for segment in segments), default=0)
+    return max([0, *(_decode(segment) for segment in segments)])
 
 
 def _decode(segment: Segment) -> int:

@@ -8,6 +8,7 @@ import typer
 
 import steadykv
 from steadykv.cli.ablate import ablate
+from steadykv.cli.bench import bench
 from steadykv.cli.capture import capture
 from steadykv.cli.compare import compare
 from steadykv.cli.demo import demo
@@ -25,6 +26,7 @@ app.command()(compare)
 app.command()(capture)
 app.command()(tensors)
 app.command()(ablate)
+app.command()(bench)
 app.command()(env)
 
 

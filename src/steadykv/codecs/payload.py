@@ -14,6 +14,7 @@ from torch import Tensor
 from ..config import CodecConfig
 from ..errors import ConfigError, PayloadError, ShapeError
 from ..ops import centroid_values, full_precision
+from ..reference.blocks import Heads
 from .base import FLAGS, Shape, TensorSpec
 from .files import read_tensors, write_tensors
 
@@ -116,6 +117,21 @@ class Payload:
             with nullcontext() if is_traced else full_precision(self.device):
                 codec.decode(self.tensors, self.shape, out, start, end)
         return out
+
+    @property
+    def can_split(self) -> bool:
+        """Whether `part` works: heads are stored apart, and where is known without looking."""
+        from . import CODECS
+
+        return not CODECS[self.config.method].pools_heads and "row_index" not in self.tensors
+
+    def part(self, part: Heads) -> Payload:
+        """The payload of some rows of the batch and heads; views, without flags."""
+        batch, heads, *rest = self.shape
+        if (part.rows, part.heads) == (batch, heads):
+            return self
+        tensors = {name: part.of(tensor) for name, tensor in self.tensors.items()}
+        return Payload(self.config, (part.rows, part.heads, rest[0], rest[1]), tensors)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Payload:
         """The same payload on another device; itself if it is there already."""

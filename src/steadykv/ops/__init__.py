@@ -1,5 +1,6 @@
 """Contracts of the ops: shapes, dtypes and dispatch. The maths is in `steadykv.reference`."""
 
+from .attention import attend, attend_nbytes
 from .decode import decode_clustered, decode_grouped, decode_nonuniform
 from .dispatch import BACKENDS, OPS, backend_of, explain, use_backend
 from .feedback_rounding import feedback_factor, feedback_quantize
@@ -34,6 +35,8 @@ __all__ = [
     "OPS",
     "accumulate_moment",
     "assign_centroids",
+    "attend",
+    "attend_nbytes",
     "backend_of",
     "centroid_values",
     "channel_weight",
