@@ -44,6 +44,8 @@ SUPPORT = {
     "kernels": {
         "decode_groups",
         "decode_levels",
+        "eigen",
+        "factor",
         "launch",
         "numbers",
         "passes",

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ..reference import feedback_rounding as reference
 from ..reference.blocks import FP16_MAX
+from .factor import MAX_WIDTH, factors
 from .launch import blocks, on_device, processors
 from .numbers import nearest
 
@@ -24,7 +25,14 @@ BLOCK_S = 128  # four tokens a lane of one warp
 PROGRAMS = 12  # warps of MAXNREG registers that fit a multiprocessor
 MAXNREG = 168  # all that the loop over channels needs; left alone, the compiler takes 255
 
-feedback_factor = reference.feedback_factor
+
+def feedback_factor(
+    moment: Tensor, count: Tensor, vectors: Tensor, values: Tensor, damping: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `steadykv.ops.feedback_rounding`."""
+    if moment.shape[-1] > MAX_WIDTH:  # FP64 [D, D] would not fit the registers
+        return reference.feedback_factor(moment, count, vectors, values, damping)
+    return factors(moment, count, vectors, values, damping)
 
 
 def feedback_quantize(

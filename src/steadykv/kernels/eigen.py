@@ -1,0 +1,235 @@
+"""The strongest eigenvectors of query moments, a fixed number of steps and no word to the host.
+
+Subspace iteration on a block of vectors, one program a head, all of it in FP64: two products with
+M, then Chebyshev polynomials that are small on [0, b] and grow fast above, b the least of the
+block's own eigenvalues; after each the block is made orthonormal and turned to its eigenvectors by
+Jacobi rotations (Zhou et al., Chebyshev-filtered subspace iteration, 2006).
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from .launch import on_device, shared_memory
+
+__all__ = ["can_iterate", "strongest"]
+
+MAX_RANK = 28  # a block of 32 vectors has four to spare
+MAX_WIDTH = 256
+LARGE_BLOCK_BYTES = 172 << 10  # shared memory of D over 128, or of 32 vectors; else 88 KB
+
+
+def can_iterate(moment: Tensor, rank: int) -> bool:
+    """Whether `strongest` takes this rank and width on this device."""
+    width = moment.shape[-1]
+    is_large = width > 128 or block_of(rank) > 16
+    if is_large and shared_memory(moment.device) < LARGE_BLOCK_BYTES:
+        return False
+    return 0 < rank <= MAX_RANK and block_of(rank) <= width <= MAX_WIDTH
+
+
+def strongest(moment: Tensor, count: Tensor, rank: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`query_subspace` of `steadykv.ops.psac`, where `can_iterate`.
+
+    moment: FP32 [N, D, D], positive semidefinite up to rounding. The subspace is off by less than
+    1e-4 (sine of the largest angle) where the last eigenvalue kept is 1.3 times the first one
+    beyond the block of 16 (rank up to 12) or 32 vectors, and by less than 1e-6 where it is twice
+    it; eigenvalues below 1e-6 of the trace are not told apart. Allocates FP64 [N, D, 16 or 32].
+    """
+    heads, width, _ = moment.shape
+    vectors = torch.empty(heads, width, rank, dtype=torch.float32, device=moment.device)
+    values = torch.empty(heads, rank, dtype=torch.float32, device=moment.device)
+    active = torch.empty(heads, dtype=torch.uint8, device=moment.device)
+    failed = torch.empty_like(active)
+    block = block_of(rank)
+    rows = triton.next_power_of_2(width)
+    scratch = torch.empty(heads, rows, block, dtype=torch.float64, device=moment.device)
+    if heads:
+        with on_device(moment):
+            _strongest_kernel[(heads,)](
+                moment.contiguous(),
+                count.contiguous(),
+                scratch,
+                vectors,
+                values,
+                active,
+                failed,
+                WIDTH=width,
+                RANK=rank,
+                COLUMNS=block,
+                BLOCK_D=rows,
+                num_warps=8,
+            )
+    return vectors, values, active, failed
+
+
+def block_of(rank: int) -> int:
+    """How many vectors are iterated: at least four more than are wanted."""
+    return max(16, triton.next_power_of_2(rank + 4))
+
+
+@triton.jit
+def _strongest_kernel(
+    p_moment,
+    p_count,
+    p_block,
+    p_vectors,
+    p_values,
+    p_active,
+    p_failed,
+    WIDTH: tl.constexpr,
+    RANK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    i_n = tl.program_id(0).to(tl.int64)
+    p_moment += i_n * WIDTH * WIDTH
+    p_block += i_n * BLOCK_D * COLUMNS
+    o_d = tl.arange(0, BLOCK_D)
+    o_r = tl.arange(0, COLUMNS)
+    m_d = o_d < WIDTH
+    broken = 0
+    for first in range(0, WIDTH, 32):
+        o_k = first + tl.arange(0, 32)
+        mask = m_d[:, None] & (o_k < WIDTH)[None, :]
+        b_m = tl.load(p_moment + o_d[:, None] * WIDTH + o_k[None, :], mask=mask, other=0.0)
+        broken += tl.sum(tl.sum((b_m - b_m != 0).to(tl.int32), 1), 0)
+    b_diagonal = tl.load(p_moment + o_d * (WIDTH + 1), mask=m_d, other=0.0).to(tl.float64)
+    trace = tl.where(broken == 0, tl.sum(b_diagonal, 0), 0.0)
+    size = tl.where(trace > 0, 1.0 / tl.where(trace > 0, trace, 1.0), 0.0)
+
+    # Any fixed numbers without structure: the block must not be blind to a direction.
+    b_v = tl.rand(0, o_d[:, None] * COLUMNS + o_r[None, :]).to(tl.float64) - 0.5
+    b_v = tl.where(m_d[:, None], b_v, 0.0)
+    for _ in range(2):  # what M maps to zero stays in the block, or it would lose its rank
+        b_v += 1e10 * _times(p_moment, p_block, b_v, size, WIDTH, COLUMNS, BLOCK_D)
+        b_v = _orthonormal(b_v, COLUMNS)
+    b_v, b_theta = _ritz(p_moment, p_block, b_v, size, 5, WIDTH, COLUMNS, BLOCK_D)
+    for _ in range(4):
+        bound = tl.maximum(tl.min(b_theta, 0), 1e-6)
+        b_old = b_v
+        b_v = 2 / bound * _times(p_moment, p_block, b_v, size, WIDTH, COLUMNS, BLOCK_D) - b_v
+        for _step in range(3):
+            b_next = _times(p_moment, p_block, b_v, size, WIDTH, COLUMNS, BLOCK_D)
+            b_next = 4 / bound * b_next - 2 * b_v - b_old
+            b_old = b_v
+            b_v = b_next
+        b_v = _orthonormal(_orthonormal(b_v, COLUMNS), COLUMNS)
+        b_v, b_theta = _ritz(p_moment, p_block, b_v, size, 4, WIDTH, COLUMNS, BLOCK_D)
+
+    count = tl.load(p_count + i_n)
+    b_bad = tl.sum(tl.sum((b_v - b_v != 0).to(tl.int32), 1), 0) + broken
+    is_active = (b_bad == 0) & (count > 0)
+    tl.store(p_active + i_n, is_active.to(tl.uint8))
+    tl.store(p_failed + i_n, ((b_bad != 0) & (count > 0)).to(tl.uint8))
+    b_rank = _ranks(b_theta, COLUMNS)
+    b_u = b_v.to(tl.float32)
+    b_size = tl.where(m_d[:, None], tl.abs(b_u), -1.0)
+    is_largest = b_size == tl.max(b_size, 0)[None, :]
+    at = tl.min(tl.where(is_largest, o_d[:, None], BLOCK_D), 0)
+    b_first = tl.sum(tl.where(o_d[:, None] == at[None, :], b_u, 0.0), 0)
+    b_u = tl.where(b_first[None, :] < 0, -b_u, b_u)
+    b_u = tl.where(is_active, b_u, 0.0)
+    tl.store(
+        p_vectors + i_n * WIDTH * RANK + o_d[:, None] * RANK + b_rank[None, :],
+        b_u,
+        mask=m_d[:, None] & (b_rank < RANK)[None, :],
+    )
+    b_value = tl.where(is_active, b_theta * trace, 0.0).to(tl.float32)
+    tl.store(p_values + i_n * RANK + b_rank, b_value, mask=b_rank < RANK)
+
+
+@triton.jit
+def _times(
+    p_moment,
+    p_block,
+    b_v,
+    size,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """size·M V; the block goes through memory, so that rows of it meet columns of M."""
+    o_d = tl.arange(0, BLOCK_D)
+    o_r = tl.arange(0, COLUMNS)
+    tl.store(p_block + o_d[:, None] * COLUMNS + o_r[None, :], b_v)
+    tl.debug_barrier()
+    b_out = tl.zeros([BLOCK_D, COLUMNS], tl.float64)
+    if size > 0:
+        for first in range(0, WIDTH, 32):
+            o_k = first + tl.arange(0, 32)
+            mask = (o_d < WIDTH)[:, None] & (o_k < WIDTH)[None, :]
+            b_m = tl.load(p_moment + o_d[:, None] * WIDTH + o_k[None, :], mask=mask, other=0.0)
+            b_k = tl.load(p_block + o_k[:, None] * COLUMNS + o_r[None, :])
+            b_out = tl.dot(b_m.to(tl.float64), b_k, b_out, out_dtype=tl.float64)
+    tl.debug_barrier()
+    return b_out * size
+
+
+@triton.jit
+def _orthonormal(b_v, COLUMNS: tl.constexpr):
+    """Gram-Schmidt, each column taken from all that follow; columns of zeros stay."""
+    o_r = tl.arange(0, COLUMNS)
+    for j in range(COLUMNS):
+        b_column = tl.sum(tl.where((o_r == j)[None, :], b_v, 0.0), 1)
+        b_share = tl.sum(b_v * b_column[:, None], 0)
+        square = tl.sum(b_column * b_column, 0)
+        b_share = tl.where(o_r > j, b_share / tl.where(square > 0, square, 1.0), 0.0)
+        b_v -= b_column[:, None] * b_share[None, :]
+    b_norm = tl.sqrt(tl.sum(b_v * b_v, 0))
+    return b_v / tl.where(b_norm > 0, b_norm, 1.0)[None, :]
+
+
+@triton.jit
+def _ritz(
+    p_moment,
+    p_block,
+    b_v,
+    size,
+    sweeps,
+    WIDTH: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
+    """The block turned so that V^T M V is diagonal, and that diagonal."""
+    b_mv = _times(p_moment, p_block, b_v, size, WIDTH, COLUMNS, BLOCK_D)
+    b_t = tl.dot(tl.trans(b_v), b_mv, out_dtype=tl.float64)
+    o_i = tl.arange(0, COLUMNS)[:, None]
+    o_j = tl.arange(0, COLUMNS)[None, :]
+    b_turn = (o_i == o_j).to(tl.float64)
+    for _ in range(sweeps):
+        for mate in range(1, COLUMNS):  # all pairs (i, i ^ mate) at once
+            is_diagonal, is_mate = o_i == o_j, o_j == (o_i ^ mate)
+            b_t = (b_t + tl.trans(b_t)) * 0.5  # both of a pair must turn by the same angle
+            b_own = tl.sum(tl.where(is_diagonal, b_t, 0.0), 1)
+            b_row = tl.sum(tl.where(is_diagonal, b_t, 0.0), 0)
+            b_other = tl.sum(tl.where(is_mate, b_row[None, :], 0.0), 1)
+            b_off = tl.sum(tl.where(is_mate, b_t, 0.0), 1)
+            b_sign = tl.where((o_i < (o_i ^ mate)), 1.0, -1.0)
+            b_sign = tl.sum(tl.where(is_diagonal, b_sign, 0.0), 1).to(tl.float64)
+            b_theta = b_sign * (b_other - b_own) / tl.where(b_off == 0, 1.0, 2 * b_off)
+            b_tangent = 1.0 / (tl.abs(b_theta) + tl.sqrt(b_theta * b_theta + 1.0))
+            b_tangent = tl.where(b_theta < 0, -b_tangent, b_tangent)
+            b_tangent = tl.where(b_off == 0, 0.0, b_tangent)
+            b_cosine = 1.0 / tl.sqrt(b_tangent * b_tangent + 1.0)
+            b_sine = b_sign * b_tangent * b_cosine
+            b_rotation = tl.where(is_diagonal, b_cosine[:, None], 0.0)
+            b_rotation = tl.where(is_mate, b_sine[:, None], b_rotation)
+            b_half = tl.dot(b_t, b_rotation, out_dtype=tl.float64)
+            b_t = tl.dot(tl.trans(b_rotation), b_half, out_dtype=tl.float64)
+            b_turn = tl.dot(b_turn, b_rotation, out_dtype=tl.float64)
+    b_theta = tl.sum(tl.where(o_i == o_j, b_t, 0.0), 0)
+    return tl.dot(b_v, b_turn, out_dtype=tl.float64), b_theta
+
+
+@triton.jit
+def _ranks(b_theta, COLUMNS: tl.constexpr):
+    """The place of each value in descending order."""
+    o_i = tl.arange(0, COLUMNS)[:, None]
+    o_j = tl.arange(0, COLUMNS)[None, :]
+    b_column = tl.sum(tl.where(o_i == o_j, b_theta[None, :], 0.0), 1)[:, None]
+    is_before = (b_column > b_theta[None, :]) | ((b_column == b_theta[None, :]) & (o_i < o_j))
+    return tl.sum(is_before.to(tl.int32), 0)
