@@ -167,6 +167,19 @@ def _rounded(value, step, inverse):
     return tl.where((over > 0) | ((over == 0) & is_odd), away, level)
 
 
+@triton.jit
+def _threshold(level, step):
+    """Above it, value / step rounds to `level` or more, halves to even; exact, as step has 19 bits.
+
+    A half is rounded up to an even level: then the number below it is the threshold.
+    """
+    border = (level - 0.5) * step
+    bits = border.to(tl.int32, bitcast=True)
+    below = tl.where(border > 0, bits - 1, bits + 1).to(tl.float32, bitcast=True)
+    is_even = (level.to(tl.int32) & 1) == 0
+    return tl.where(is_even & (tl.abs(border) < float("inf")), below, border)
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _widest(
     x,
@@ -245,9 +258,13 @@ def _codes(
             lost + head * tl.num_programs(0) + tile,
             tl.sum(((wanted > 448.0) & inside).to(tl.int32)),
         )
-        inverse = tl.div_rn(tl.full([1, 1], 1.0, tl.float32), step)
-        level = _rounded(grouped, step[:, :, None], inverse[:, :, None])
-        code = tl.minimum(tl.maximum(level, -TOP), TOP) + TOP
+        if TOP == 1:  # one half is even's: 0
+            half = (step * 0.5)[:, :, None]
+            code = 1 + (grouped > half).to(tl.int32) - (grouped < -half).to(tl.int32)
+        else:
+            inverse = tl.div_rn(tl.full([1, 1], 1.0, tl.float32), step)
+            level = _rounded(grouped, step[:, :, None], inverse[:, :, None])
+            code = (tl.minimum(tl.maximum(level, -TOP), TOP) + TOP).to(tl.int32)
     else:
         unit = tl.load(base + head).to(tl.float32)
         wanted = tl.div_rn(high - low, tl.full([1, 1], LEVELS - 1.0, tl.float32))
@@ -255,9 +272,14 @@ def _codes(
         stored = count.to(tl.uint8)
         step = _divisor(unit * count)
         zero = tl.minimum(tl.maximum(_clipped(tl.div_rn(-low, step)), 0.0), LEVELS - 1.0)
-        inverse = tl.div_rn(tl.full([1, 1], 1.0, tl.float32), step)
-        level = _rounded(grouped, step[:, :, None], inverse[:, :, None]) + zero[:, :, None]
-        code = tl.minimum(tl.maximum(level, 0.0), LEVELS - 1.0)
+        if LEVELS == 4:
+            code = tl.zeros([TOKENS, ALL, SIZE], tl.int32)
+            for level in tl.static_range(1, LEVELS):
+                code += (grouped > _threshold(level - zero, step)[:, :, None]).to(tl.int32)
+        else:
+            inverse = tl.div_rn(tl.full([1, 1], 1.0, tl.float32), step)
+            level = _rounded(grouped, step[:, :, None], inverse[:, :, None]) + zero[:, :, None]
+            code = tl.minimum(tl.maximum(level, 0.0), LEVELS - 1.0).to(tl.int32)
         _store_zeros(
             zeros + head * zero_bytes, zero, token, tokens, inside, GROUPS, ALL, ZERO_BITS, TOKENS
         )
@@ -265,9 +287,7 @@ def _codes(
     tl.store(scales + place, stored, mask=inside)
     PER_BYTE: tl.constexpr = 8 // CODE_BITS
     column = tl.arange(0, PADDED // PER_BYTE)
-    packed = _packed(
-        tl.reshape(code.to(tl.int32), [TOKENS, PADDED // PER_BYTE, PER_BYTE]), CODE_BITS
-    )
+    packed = _packed(tl.reshape(code, [TOKENS, PADDED // PER_BYTE, PER_BYTE]), CODE_BITS)
     row: tl.constexpr = WIDTH // PER_BYTE
     at = (head * tokens + token)[:, None] * row + column[None, :]
     tl.store(
