@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ from steadykv import ops
 from steadykv.codecs import Payload, encode
 from steadykv.codecs.quantwm import sparse_coefficients
 from steadykv.config import CodecConfig
+from steadykv.reference.decode import dense_coefficients
 from tests.codecs import CASES, CodecCase, sample_moment, sample_tokens
 
 pytest.importorskip("triton")
@@ -37,7 +38,7 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setitem(table, width, Tile(16, 1))
 
 
-@lru_cache(maxsize=None)
+@cache
 def packed(config: CodecConfig, shape: tuple[int, ...] = (2, 2, 37, 64)) -> Payload:
     """A payload of `sample_tokens` on the device under test."""
     x = sample_tokens(*shape)
@@ -79,8 +80,6 @@ def summation_bound(payload: Payload, value: Tensor, start: int) -> Tensor:
     """
     tensors = payload.tensors
     if "row_index" in tensors:
-        from steadykv.reference.decode import dense_coefficients
-
         tensors = dense_coefficients(tensors)
     rows = slice(start, start + value.shape[2])
     codes, alpha = tensors["coef_codes"][:, :, rows], tensors["coef_scales"][:, :, rows]
@@ -255,9 +254,7 @@ def test_operators_declare_what_they_do() -> None:
     ):  # fmt: skip
         payload = packed(CodecConfig(name))
         out = blank((2, 2, 17, 64), torch.float32).fill_(0)
-        torch.library.opcheck(
-            operator, (*arguments(payload, out), *options), raise_exception=True
-        )
+        torch.library.opcheck(operator, (*arguments(payload, out), *options), raise_exception=True)
 
 
 @pytest.mark.parametrize("name", ["quantwm", "quarot", "kvquant"])

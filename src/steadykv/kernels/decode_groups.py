@@ -43,7 +43,6 @@ def groups_kernel(
     runs,
     clusters,
     zeros_row,
-   
     WIDTH: tl.constexpr,
     WORDS: tl.constexpr,
     ROW: tl.constexpr,
@@ -76,6 +75,7 @@ def groups_kernel(
     o_channel = 8 * o_word[:, None] + tl.arange(0, 8)[None, :]
     m_tile = in_width(m_token[:, None, None], o_channel[None], WIDTH)
 
+    correction = 0.0
     if RANK > 0:
         correction = _correction(
             p_basis + head * (WIDTH * RANK), p_coef_codes + at * RANK, p_coef_scales + at,
@@ -98,9 +98,7 @@ def groups_kernel(
         zero = packed_zeros(p_zeros + head * zeros_row, o_flat, m_group, BITS)
     else:
         zero = (1 << (BITS - 1)) - 1.0
-    value = grid_steps(
-        p_codes, zero, at, o_token, m_token, o_word, WIDTH, ROW, BITS, IS_TRITS
-    )
+    value = grid_steps(p_codes, zero, at, o_token, m_token, o_word, WIDTH, ROW, BITS, IS_TRITS)
     value *= scale
     if p_minimum is not None:
         value += stored_number(p_minimum + first_run * GROUPS, o_group, m_group, False)

@@ -13,14 +13,15 @@ from .numbers import e4m3_value
 
 __all__ = ["grid_steps", "group_places", "in_width", "packed_zeros", "stored_number"]
 
-_TWO_23 = tl.constexpr(0x4B000000)  # the bits of FP32 2^23, to which an integer beside them is added
+_TWO_23 = tl.constexpr(
+    0x4B000000
+)  # the bits of FP32 2^23, to which an integer beside them is added
 
 
 @triton.jit
 def grid_steps(
     p_codes,
     zero,
-   
     first_token,
     o_token,
     m_token,
@@ -38,7 +39,7 @@ def grid_steps(
     o_lane = tl.arange(0, 8)
     word = _code_word(p_codes, first_token, o_token, m_token, o_word, WIDTH, ROW, BITS, IS_TRITS)
     if IS_TRITS:
-        # The three bytes are 15 digits to base 3; the word begins at the first to the fifth of them.
+        # Three bytes are 15 digits to base 3; the word begins at the first to the fifth of them.
         digits = (word & 255) + 243 * ((word >> 8) & 255) + 59049 * (word >> 16)
         first = (8 * o_word % 5)[None, :, None]
         inverse = tl.where(first < 3, tl.where(first == 1, 1431655766, 477218589), 159072863)

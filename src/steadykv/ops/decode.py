@@ -88,9 +88,7 @@ def decode_nonuniform(
 ) -> None:
     """The same for kvquant payloads; the tokens in `dense` come first."""
     if torch.compiler.is_compiling():
-        _nonuniform(
-            ",".join(tensors), list(tensors.values()), out, axis, bits, start, end, backend
-        )
+        _nonuniform(",".join(tensors), list(tensors.values()), out, axis, bits, start, end, backend)
         return
     module = resolve("decode", out.device, backend)
     module.decode_nonuniform(tensors, out, axis, bits, start, end)
