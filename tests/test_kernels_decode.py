@@ -14,6 +14,7 @@ from steadykv import ops
 from steadykv.codecs import Payload, encode
 from steadykv.codecs.quantwm import sparse_coefficients
 from steadykv.config import CodecConfig
+from steadykv.reference.decode import dense_coefficients
 from tests.codecs import CASES, CodecCase, sample_moment, sample_tokens
 
 pytest.importorskip("triton")
@@ -79,8 +80,6 @@ def summation_bound(payload: Payload, value: Tensor, start: int) -> Tensor:
     """
     tensors = payload.tensors
     if "row_index" in tensors:
-        from steadykv.reference.decode import dense_coefficients
-
         tensors = dense_coefficients(tensors)
     rows = slice(start, start + value.shape[2])
     codes, alpha = tensors["coef_codes"][:, :, rows], tensors["coef_scales"][:, :, rows]

@@ -84,8 +84,9 @@ class Payload:
 
         Sums in FP32 and casts once. `out` may be any strided view of that shape (its dtype then
         counts), so that a [B, S, H, D] buffer is filled through its transpose. Allocates the result
-        unless `out` is given, and a few FP32 row blocks, bounded in `reference/decode.py`. Any
-        slice equals the same rows of the whole.
+        unless `out` is given, and without a kernel a few FP32 row blocks, bounded in
+        `reference/decode.py`. Any slice equals the same rows of the whole. Does not wait for a GPU;
+        `torch.compile` traces it without a break.
         Raises ShapeError for a range outside the span, for a dtype other than BF16, FP16, FP32 and
         FP64, and for an `out` that does not fit.
         """

@@ -13,7 +13,6 @@ from ..reference import decode as reference
 from .decode_groups import groups_kernel
 from .decode_levels import levels_kernel, outliers_kernel
 from .launch import blocks, on_device, power_of_two
-from .rounded import TWO_23
 
 __all__ = ["decode_clustered", "decode_grouped", "decode_nonuniform"]
 
@@ -25,12 +24,11 @@ class Tile(NamedTuple):
     warps: int
 
 
-# By head_dim, in powers of two. 64 numbers a thread: eight rows of 16 bytes in flight, and few
-# enough registers for 28 warps on a multiprocessor.
-TILES = {64: Tile(128, 4), 128: Tile(64, 4), 256: Tile(32, 4)}
-# With coefficients the tile changes hands between the matrix units and the threads that store it:
-# two warps have less to wait for.
-COMPENSATED_TILES = {64: Tile(64, 2), 128: Tile(32, 2), 256: Tile(16, 2)}
+# By head_dim, in powers of two. A thread has 64 numbers: eight rows of 16 bytes.
+TILES = {64: Tile(128, 4), 128: Tile(16, 1), 256: Tile(32, 4)}
+# With coefficients. What the matrix units made of 32 tokens changes hands inside of a warp; larger
+# tiles wait for each other at 20 barriers or more.
+COMPENSATED_TILES = {64: Tile(32, 2), 128: Tile(16, 1), 256: Tile(32, 4)}
 # Whether programs that run together have the same tokens of all heads, where `out` has them side
 # by side: its rows are then written as a whole. Otherwise they have one head and its centroids.
 HEADS_FIRST = False
@@ -100,7 +98,7 @@ def decode_nonuniform(
     with on_device(out):
         levels_kernel[(batch * heads * tiles,)](
             out, codes, stored["center"], stored["half"], stored["levels"], *out.stride(),
-            batch * heads, heads, start, count, tokens, tiles, TWO_23,
+            batch * heads, heads, start, count, tokens, tiles,
             WIDTH=width, WORDS=words, ROW=row, BITS=bits, BY_TOKENS=axis == "tokens",
             IS_ALIGNED=_is_aligned(out), HEADS_FIRST=_heads_first(out),
             BLOCK_T=tile.tokens, num_warps=tile.warps,
@@ -155,7 +153,7 @@ def _decode_groups(
             basis, stored.get("coef_codes"), stored.get("coef_scales"), *out.stride(),
             batch * heads, heads, start, count, tokens, tiles, scale.shape[2],
             0 if centroids is None else centroids.shape[3],
-            stored["zeros"].shape[2] if grid == "affine_zero" else 0, TWO_23,
+            stored["zeros"].shape[2] if grid == "affine_zero" else 0,
             WIDTH=width, WORDS=words, ROW=row, BITS=bits, GROUP=group_size,
             BY_TOKENS=axis == "tokens", STAGES=0 if ids is None else ids.shape[2], RANK=rank,
             BLOCK_R=min(RANK_BLOCK, max(16, power_of_two(rank))), LEVELS=levels,

@@ -14,7 +14,7 @@ __all__ = ["groups_kernel"]
 @triton.jit(
     do_not_specialize=[
         "s_batch", "s_head", "s_token", "s_channel", "rows", "heads", "start", "count", "tokens",
-        "tiles", "runs", "clusters", "zeros_row", "two_23",
+        "tiles", "runs", "clusters", "zeros_row",
     ]
 )  # fmt: skip
 def groups_kernel(
@@ -43,7 +43,6 @@ def groups_kernel(
     runs,
     clusters,
     zeros_row,
-    two_23,
     WIDTH: tl.constexpr,
     WORDS: tl.constexpr,
     ROW: tl.constexpr,
@@ -76,6 +75,13 @@ def groups_kernel(
     o_channel = 8 * o_word[:, None] + tl.arange(0, 8)[None, :]
     m_tile = in_width(m_token[:, None, None], o_channel[None], WIDTH)
 
+    correction = 0.0
+    if RANK > 0:
+        correction = _correction(
+            p_basis + head * (WIDTH * RANK), p_coef_codes + at * RANK, p_coef_scales + at,
+            o_token, m_token, WIDTH, WORDS, RANK, BLOCK_R, BLOCK_T, INTERPRET,
+        )  # fmt: skip
+
     GROUPS: tl.constexpr = WIDTH if BY_TOKENS else (WIDTH + GROUP - 1) // GROUP
     if BY_TOKENS:
         o_run, first_run = (start + first + o_token) // GROUP, head * runs
@@ -92,9 +98,7 @@ def groups_kernel(
         zero = packed_zeros(p_zeros + head * zeros_row, o_flat, m_group, BITS)
     else:
         zero = (1 << (BITS - 1)) - 1.0
-    value = grid_steps(
-        p_codes, zero, two_23, at, o_token, m_token, o_word, WIDTH, ROW, BITS, IS_TRITS
-    )
+    value = grid_steps(p_codes, zero, at, o_token, m_token, o_word, WIDTH, ROW, BITS, IS_TRITS)
     value *= scale
     if p_minimum is not None:
         value += stored_number(p_minimum + first_run * GROUPS, o_group, m_group, False)
@@ -104,10 +108,7 @@ def groups_kernel(
             o_word, m_tile, WIDTH, WORDS, STAGES, BLOCK_T,
         )  # fmt: skip
     if RANK > 0:
-        value += _correction(
-            p_basis + head * (WIDTH * RANK), p_coef_codes + at * RANK, p_coef_scales + at,
-            o_token, m_token, WIDTH, WORDS, RANK, BLOCK_R, BLOCK_T, INTERPRET,
-        )  # fmt: skip
+        value += correction
     if LEVELS > 0:
         value = _rotated(value, WORDS, LEVELS, BLOCK_T)
     store_tile(

@@ -14,7 +14,7 @@ __all__ = ["levels_kernel", "outliers_kernel"]
 @triton.jit(
     do_not_specialize=[
         "s_batch", "s_head", "s_token", "s_channel", "rows", "heads", "start", "count", "tokens",
-        "tiles", "two_23",
+        "tiles",
     ]
 )  # fmt: skip
 def levels_kernel(
@@ -33,7 +33,6 @@ def levels_kernel(
     count,
     tokens,
     tiles,
-    two_23,
     WIDTH: tl.constexpr,
     WORDS: tl.constexpr,
     ROW: tl.constexpr,
@@ -57,7 +56,7 @@ def levels_kernel(
     o_word = tl.arange(0, WORDS)
     o_channel = 8 * o_word[:, None] + tl.arange(0, 8)[None, :]
     m_tile = in_width(m_token[:, None, None], o_channel[None], WIDTH)
-    code = grid_steps(p_codes, 0.0, two_23, at, o_token, m_token, o_word, WIDTH, ROW, BITS, False)
+    code = grid_steps(p_codes, 0.0, at, o_token, m_token, o_word, WIDTH, ROW, BITS, False)
     value = tl.load(p_levels + (batch << BITS) + code.to(tl.int32)).to(tl.float32)
     if BY_TOKENS:
         o_vector = head * WIDTH + o_channel[None]

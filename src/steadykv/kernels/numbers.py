@@ -23,7 +23,7 @@ def finite(x):
 @triton.jit
 def e4m3_value(byte):
     """FP32 of an E4M3 number, given as uint8; it has no NaN."""
-    # Sign, exponent and mantissa are the upper ones of an FP32 number 2^120 times too small.
+    # Sign, exponent and mantissa are the upper bits of an FP32 number 2^120 times too small.
     bits = (byte.to(tl.int8, bitcast=True).to(tl.int32) << 20) & -0x78100000
     return bits.to(tl.float32, bitcast=True) * 1.329227995784916e36
 

@@ -11,19 +11,17 @@ import triton.language as tl
 
 from .numbers import e4m3_value
 
-__all__ = ["TWO_23", "grid_steps", "group_places", "in_width", "packed_zeros", "stored_number"]
+__all__ = ["grid_steps", "group_places", "in_width", "packed_zeros", "stored_number"]
 
-# The bits of FP32 2^23: an integer beside them is added to it. Kernels take them as an argument:
-# a word with a constant beside it costs one more instruction a number, as the compiler would rather
-# put the constant beside every code.
-TWO_23 = 0x4B000000
+_TWO_23 = tl.constexpr(
+    0x4B000000
+)  # the bits of FP32 2^23, to which an integer beside them is added
 
 
 @triton.jit
 def grid_steps(
     p_codes,
     zero,
-    two_23,
     first_token,
     o_token,
     m_token,
@@ -41,7 +39,7 @@ def grid_steps(
     o_lane = tl.arange(0, 8)
     word = _code_word(p_codes, first_token, o_token, m_token, o_word, WIDTH, ROW, BITS, IS_TRITS)
     if IS_TRITS:
-        # Three bytes are 15 digits to base 3; the word begins at one of the first five.
+        # Three bytes are 15 digits to base 3; the word begins at the first to the fifth of them.
         digits = (word & 255) + 243 * ((word >> 8) & 255) + 59049 * (word >> 16)
         first = (8 * o_word % 5)[None, :, None]
         inverse = tl.where(first < 3, tl.where(first == 1, 1431655766, 477218589), 159072863)
@@ -52,15 +50,16 @@ def grid_steps(
         k = o_lane % 4
         inverse = tl.where(k < 2, tl.where(k == 0, 21846, 7282), tl.where(k == 2, 2428, 810))
         place = tl.full([8], 16, tl.int32)
-        number = (3 * ((four * inverse[None, None, :]) & 0xFFFF) | two_23) & 0x4B030000
+        number = (3 * ((four * inverse[None, None, :]) & 0xFFFF) | _TWO_23) & 0x4B030000
     else:
         # Codes stay where they are in the word, as numbers times a power of two; those above the
-        # mantissa are shifted down first.
+        # mantissa are shifted down first. The word is joined with 2^23 before the codes are cut out
+        # of it, for one instruction a code instead of two.
         HALF: tl.constexpr = 8 if BITS == 2 else 4
         TOP: tl.constexpr = (1 << BITS) - 1
         place = (o_lane % HALF) * BITS
         below = (o_lane // HALF * HALF * BITS)[None, None, :]
-        number = ((word >> below) | two_23) & ((TOP << place) | 0x4B000000)[None, None, :]
+        number = ((word >> below) | _TWO_23) & ((TOP << place) | _TWO_23)[None, None, :]
     unit = ((127 - place) << 23).to(tl.float32, bitcast=True)[None, None, :]  # 2^-place
     offset = ((150 - place) << 23).to(tl.float32, bitcast=True)[None, None, :]  # 2^(23 - place)
     return number.to(tl.float32, bitcast=True) * unit - (offset + zero)
