@@ -63,7 +63,7 @@ def fill_with_poison(tensor: torch.Tensor) -> None:
         if tensor.dtype == torch.bool:
             tensor.fill_(True)
         elif tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-            tensor.copy_(torch.full((), float("nan")).to(tensor.dtype))
+            tensor.copy_(torch.full((), float("nan"), device=tensor.device).to(tensor.dtype))
         else:
             word = int.from_bytes([INTEGER_POISON] * tensor.element_size(), "little")
             bits = 8 * tensor.element_size()

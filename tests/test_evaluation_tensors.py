@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from steadykv.capture import Selection, open_capture, rotate_pairs
 from steadykv.capture.reader import CaptureFile
-from steadykv.codecs import CODECS, QueryMoment, codec_for, encode
+from steadykv.codecs import CODECS, QueryMoment, encode
 from steadykv.codecs.kivi import KIVICodec
 from steadykv.config import PRESETS, preset
 from steadykv.errors import ConfigError, ShapeError
@@ -278,9 +278,7 @@ class Refusing(KIVICodec):
 def refusing() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(CODECS, "kivi", Refusing)
-        codec_for.cache_clear()
         yield
-    codec_for.cache_clear()
 
 
 @pytest.mark.usefixtures("refusing")

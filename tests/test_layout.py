@@ -41,7 +41,18 @@ RANK = {name: rank for rank, names in enumerate(LAYERS) for name in names}
 SUPPORT = {
     "ops": {"dispatch", "precision"},
     "reference": {"blocks"},
-    "kernels": {"eigen", "factor", "launch", "numbers"},
+    "kernels": {
+        "decode_groups",
+        "decode_levels",
+        "eigen",
+        "factor",
+        "launch",
+        "numbers",
+        "passes",
+        "rounded",
+        "tiles",
+        "vendor",
+    },
 }
 
 # Host models, as they may be written in code; only an adapter in hosts/ may name one.

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from steadykv.cache.attention import attend
 from steadykv.cache.checks import (
     Geometry,
     calibration_of,
@@ -207,6 +208,25 @@ class LayerCache:
             self.values.read_into(v, ranges)
         self.meter.transient(transient)
         return k, v
+
+    def attend(
+        self,
+        q: Tensor,
+        *,
+        scale: float | None = None,
+        bias: Tensor | None = None,
+        memory: str = "default",
+    ) -> Tensor:
+        """softmax(scale·q·K^T + bias)·V of what `read` returns, without the dense window.
+
+        q: [B, S, n·H, D] (or [B, n·H, S, D]), as are the result and its dtype. scale: 1/sqrt(D) by
+        default. bias: one number for each token of `spans()`, [T] or [B, H, T]. All tokens are
+        visible. `ops.attend` has the error. Allocates beside the result 128 MiB, or for memory
+        "small" 32 MiB, where a head's queries fit in it, and what decoding takes.
+        Raises PositionError before the first write, ShapeError, ConfigError; NonFiniteError in
+        debug mode.
+        """
+        return attend(self, q, scale, bias, memory)
 
     def spans(self) -> list[TokenRange]:
         """Token ranges that `read()` returns, in its order: the sink, then the window."""

@@ -66,8 +66,9 @@ class Ledger:
         (the open chunk), query_moment, counters (of non-finite input, flags of payloads).
     resident_bytes: sum of the parts: all memory that the cache holds between two calls.
     peak_bytes: the most that resident bytes and the transients of one call ever came to. Transients
-        are the dense view that a read returns, workspace and joined source of an encode, and
-        temporaries of write, observe_queries and decode, each by a stated bound.
+        are the dense view that a read returns, the result and scratch memory of attend, workspace
+        and joined source of an encode, and temporaries of write, observe_queries and decode, each
+        by a stated bound.
     bits_per_element: payload bits of the packed tokens over their elements, keys and values
         together; a side of them that stays dense counts with its dtype's bits (16). The dense bits
         where nothing is packed.

@@ -15,7 +15,7 @@ import torch
 
 from steadykv.cache.segments import Segment
 from steadykv.codecs import CODECS, codec_for
-from steadykv.codecs.encoder import heads_per_pass
+from steadykv.codecs.encoder import heads_per_pass, in_kernels
 from steadykv.config import METHODS, CodecConfig
 from steadykv.reference.blocks import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES
 from steadykv.reference.decode import BLOCK_BYTES
@@ -35,6 +35,9 @@ _KMEANS_BLOCKS = 2.1
 _SEARCH_BLOCKS = 1.2
 _CENTROID_COPIES = 5
 
+# With kernels: FP32 tables of centroids, most of them sums over parts of the tokens.
+KERNEL_TABLES = 24
+
 # FP32 moments alive while their eigenvectors are computed in FP64.
 _MOMENT_COPIES = 8
 
@@ -46,6 +49,13 @@ def encode_workspace_nbytes(
     batch, heads, tokens, head_dim = shape
     row = 4 * tokens * head_dim
     method = codec_for(codec)
+    if in_kernels(method, device):
+        assert method.kernel_copies is not None
+        rows = min(batch * heads, heads_per_pass(method, shape, device))
+        moments = _MOMENT_COPIES * 4 * rows * head_dim**2 if compensated else 0
+        parts = codec.payload_nbytes(*shape, compensated) if rows < batch * heads else 0
+        tables = KERNEL_TABLES * 4 * rows * min(codec.centroids, tokens) * head_dim
+        return int(method.kernel_copies * rows * row + tables + moments + parts)
     rows = max(1, min(batch * heads, heads_per_pass(method, shape, device)))
     centroids = min(codec.centroids, tokens)
     largest = CPU_BLOCK_BYTES if device.type == "cpu" else GPU_BLOCK_BYTES
@@ -59,8 +69,8 @@ def encode_workspace_nbytes(
         + _CENTROID_COPIES * 4 * rows * centroids * head_dim
         + blocks
     )
-    kept = residuals if codec.refit else 0  # what the last stage clusters is needed afterwards
-    rounding = (method.encode_copies + kept) * rows * row
+    # What the last stage clusters lives beside what it leaves.
+    rounding = (method.encode_copies + residuals) * rows * row
     rounding += method.encode_blocks * min(largest, rows * row)
     rounding += method.encode_extra_nbytes((-(-rows // heads), heads, tokens, head_dim), largest)
     cleaning = _CLEANING_COPIES * rows * row + _CLEANING_BLOCKS * min(largest, row)
@@ -77,7 +87,7 @@ def encode_workspace_nbytes(
 
 def decode_workspace_nbytes(segments: Iterable[Segment]) -> int:
     """Bytes that decoding takes besides its result: that of the most demanding segment."""
-    return max((_decode(segment) for segment in segments), default=0)
+    return max([0, *(_decode(segment) for segment in segments)])
 
 
 def _decode(segment: Segment) -> int:

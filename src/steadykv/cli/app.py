@@ -8,6 +8,7 @@ import typer
 
 import steadykv
 from steadykv.cli.ablate import ablate
+from steadykv.cli.bench import bench
 from steadykv.cli.capture import capture
 from steadykv.cli.compare import compare
 from steadykv.cli.demo import demo
@@ -16,7 +17,7 @@ from steadykv.cli.tensors import tensors
 
 app = typer.Typer(
     name="steadykv",
-    help="The key/value cache of a video world model in about 2 bits a number, and what it costs.",
+    help="The key/value cache of a video world model in 2 to 3 bits a number, and what it costs.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )
@@ -25,6 +26,7 @@ app.command()(compare)
 app.command()(capture)
 app.command()(tensors)
 app.command()(ablate)
+app.command()(bench)
 app.command()(env)
 
 

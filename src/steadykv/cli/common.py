@@ -23,7 +23,7 @@ from steadykv.errors import BackendUnavailable, ConfigError, SteadyKVError
 if TYPE_CHECKING:
     import torch
 
-LIST_OPTIONS = ("--methods",)
+LIST_OPTIONS = ("--methods", "--works")
 USER_ERROR = 2
 
 Advance = Callable[[int, int, str], None]
@@ -288,6 +288,7 @@ def report_failure(error: BaseException, typed: Sequence[str]) -> int | None:
         options = {
             "compare": "a smaller --batch or fewer --frames",
             "capture": "fewer --episodes, --frames, --layers or --heads",
+            "bench": "fewer --heads, --tokens or --queries",
             "tensors": "fewer --methods, or a file with shorter spans or fewer heads",
         }
         smaller = next((options[word] for word in typed if word in options), "fewer --frames")

@@ -63,7 +63,7 @@ def compare(
     recent_keep: Annotated[int, typer.Option(min=0, help="Newest chunks kept in BF16.")] = 0,
     key_rope: KeyRopeOption = KeyRope.post,
     paired: Annotated[
-        str | None, typer.Option(help="Method whose difference from each other one is reported.")
+        str | None, typer.Option(help="Report every other method's difference from this one.")
     ] = None,
     shift: Annotated[bool, typer.Option(help="Measure the token shift.")] = True,
     floor: Annotated[bool, typer.Option(help="Measure the noise floor.")] = True,

@@ -7,8 +7,6 @@ class (`Codec`). A new method is one file beside these and one row here, one in 
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from ..config import CodecConfig
 from ..errors import ShapeError
 from .base import Codec, Shape, SpanKey, TensorSpec, WarmStart
@@ -55,9 +53,8 @@ CODECS: dict[str, type[Codec]] = {
 }
 
 
-@lru_cache(maxsize=256)
 def codec_for(config: CodecConfig) -> Codec:
-    """The codec of a configuration. Codecs hold no state, so one serves every layer."""
+    """The codec of a configuration. Codecs hold no state."""
     return CODECS[config.method](config)
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 __all__ = [
     "FLAGS",
     "GPU_WORKSPACE_BYTES",
+    "KERNEL_WORKSPACE_BYTES",
     "WORKSPACE_BYTES",
     "Codec",
     "Encoded",
@@ -42,6 +43,8 @@ Shape = tuple[int, int, int, int]
 # MiB are three heads of 4,680 tokens (2.4 MB each). On a GPU, 64 MiB are a whole layer of them.
 WORKSPACE_BYTES = 8 << 20
 GPU_WORKSPACE_BYTES = 64 << 20
+# Kernels take a layer of any model in one pass, in BF16 and nearly without copies of it.
+KERNEL_WORKSPACE_BYTES = 512 << 20
 
 FLAGS = {
     "nonfinite": torch.int64,
@@ -139,6 +142,8 @@ class Codec(ABC):
     encode_copies, decode_copies: upper bounds of what encoding and decoding allocate beside their
     results, in FP32 copies of the tokens of one pass (measured, plus a few percent). encode_blocks:
     the same, in row blocks of rounding, for encoding. The defaults are above what any method needs.
+    kernel_copies: the same as encode_copies, cleaning included, where kernels do all of it and read
+    BF16; None where some of it has no kernel.
     """
 
     title: ClassVar[str]
@@ -149,6 +154,7 @@ class Codec(ABC):
     encode_copies: ClassVar[float] = 4.6
     encode_blocks: ClassVar[float] = 0.0
     decode_copies: ClassVar[float] = 3.4
+    kernel_copies: float | None = None
 
     def __init__(self, config: CodecConfig) -> None:
         self.config = config

@@ -14,6 +14,7 @@ from ..errors import ConfigError, ShapeError
 from .base import (
     FLAGS,
     GPU_WORKSPACE_BYTES,
+    KERNEL_WORKSPACE_BYTES,
     WORKSPACE_BYTES,
     Codec,
     Encoded,
@@ -26,7 +27,7 @@ from .calibration import Calibration, grid_for
 from .payload import Payload
 from .query_moment import QueryMoment
 
-__all__ = ["encode", "heads_per_pass"]
+__all__ = ["encode", "heads_per_pass", "in_kernels"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -99,7 +100,8 @@ def encode(
 
 def _encode_heads(codec: Codec, x: Tensor, heads: slice, inputs: HeadInputs) -> Encoded:
     """Encodes some of the N = B·H heads from a clean copy."""
-    rows, nonfinite = ops.head_rows(x, heads.start, heads.stop)
+    wide = not in_kernels(codec, x.device)
+    rows, nonfinite = ops.head_rows(x, heads.start, heads.stop, wide=wide)
     whole = (inputs.moment, inputs.count, inputs.initial_centroids, inputs.initial_ids)
     moment, count, start, ids = (None if t is None else t[heads] for t in whole)
     mine = replace(inputs, moment=moment, count=count, initial_centroids=start, initial_ids=ids)
@@ -113,7 +115,14 @@ def heads_per_pass(codec: Codec, shape: Shape, device: torch.device) -> int:
     _, heads, tokens, width = shape
     unit = heads if codec.pools_heads else 1
     budget = WORKSPACE_BYTES if device.type == "cpu" else GPU_WORKSPACE_BYTES
+    if in_kernels(codec, device):
+        budget = KERNEL_WORKSPACE_BYTES
     return unit * max(1, budget // max(1, 4 * unit * tokens * width))
+
+
+def in_kernels(codec: Codec, device: torch.device) -> bool:
+    """Whether kernels do all of the encoding."""
+    return codec.kernel_copies is not None and ops.backend_of("kmeans", device) == "triton"
 
 
 def _head_groups(codec: Codec, shape: Shape, device: torch.device) -> Iterator[slice]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from ..config import CodecConfig
 from ..errors import ConfigError, PayloadError, ShapeError
 from ..ops import centroid_values, full_precision
+from ..reference.blocks import Heads
 from .base import FLAGS, Shape, TensorSpec
 from .files import read_tensors, write_tensors
 
@@ -82,8 +84,9 @@ class Payload:
 
         Sums in FP32 and casts once. `out` may be any strided view of that shape (its dtype then
         counts), so that a [B, S, H, D] buffer is filled through its transpose. Allocates the result
-        unless `out` is given, and a few FP32 row blocks, bounded in `reference/decode.py`. Any
-        slice equals the same rows of the whole.
+        unless `out` is given, and without a kernel a few FP32 row blocks, bounded in
+        `reference/decode.py`. Any slice equals the same rows of the whole. Does not wait for a GPU;
+        `torch.compile` traces it without a break.
         Raises ShapeError for a range outside the span, for a dtype other than BF16, FP16, FP32 and
         FP64, and for an `out` that does not fit.
         """
@@ -109,9 +112,27 @@ class Payload:
         if out.numel():
             from . import codec_for
 
-            with full_precision(self.device):
-                codec_for(self.config).decode(self.tensors, self.shape, out, start, end)
+            codec = codec_for(self.config)
+            # What `torch.compile` traces cannot set it; the operators do when they run.
+            is_traced = torch.compiler.is_compiling()
+            with nullcontext() if is_traced else full_precision(self.device):
+                codec.decode(self.tensors, self.shape, out, start, end)
         return out
+
+    @property
+    def can_split(self) -> bool:
+        """Whether `part` works: heads are stored apart, and where is known without looking."""
+        from . import CODECS
+
+        return not CODECS[self.config.method].pools_heads and "row_index" not in self.tensors
+
+    def part(self, part: Heads) -> Payload:
+        """The payload of some rows of the batch and heads; views, without flags."""
+        batch, heads, *rest = self.shape
+        if (part.rows, part.heads) == (batch, heads):
+            return self
+        tensors = {name: part.of(tensor) for name, tensor in self.tensors.items()}
+        return Payload(self.config, (part.rows, part.heads, rest[0], rest[1]), tensors)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Payload:
         """The same payload on another device; itself if it is there already."""

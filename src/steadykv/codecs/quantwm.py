@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..config import CodecConfig
 from ..errors import PayloadError
 from .base import FLAGS, Encoded, HeadInputs, Shape, TensorSpec
 from .qvg4 import QVG4Codec
@@ -34,6 +35,11 @@ class QuantWMCodec(QVG4Codec):
     needs_queries = True
     flags = (*QVG4Codec.flags, "weight_active", "psac_active", "psac_failed")
     decode_copies = 3.4
+
+    def __init__(self, config: CodecConfig) -> None:
+        super().__init__(config)
+        if config.metric == "full" or config.candidates > 8 or config.rank > 32:
+            self.kernel_copies = None
 
     def layout(self, shape: Shape, compensated: bool) -> dict[str, TensorSpec]:
         """See `Codec.layout`."""

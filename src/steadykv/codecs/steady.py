@@ -26,6 +26,7 @@ class SteadyCodec(QuantWMCodec):
 
     title = "Steady"
     encode_blocks = 2.7
+    copies_in_kernels = 2.1
     flags = (*QuantWMCodec.flags, "feedback_active", "feedback_failed")
 
     def round_keys(

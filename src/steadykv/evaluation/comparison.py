@@ -41,6 +41,7 @@ from steadykv.evaluation.rollouts import (
 )
 from steadykv.evaluation.token_shift import ShiftProbe, TokenShift
 from steadykv.world import Episodes, WorldModel, rollout
+from steadykv.world.rope import rotation_of
 
 REFERENCE = "bf16"
 
@@ -241,6 +242,7 @@ class _Comparison:
             example_rows=batch.kept,
             reference=self.reference_config,
             device=self.device,
+            rotation=None if self.protocol.key_rope == "post" else rotation_of(shape, self.device),
         )
         with self._progress(f"token shift, {batch.label}", frames) as on_chunk:
             video = rollout(

@@ -19,7 +19,7 @@ from steadykv.config import CacheConfig, CodecConfig, preset
 from steadykv.errors import ConfigError
 from steadykv.evaluation.protocol import ShiftOptions
 from steadykv.evaluation.shift_example import ExampleRecorder
-from steadykv.evaluation.shift_layer import CLEAN, DENOISING, ProbeLayer
+from steadykv.evaluation.shift_layer import CLEAN, DENOISING, ProbeLayer, Rotation
 
 CONTRAST_BY_DEFAULT = {"moving": "qvg", "steady": "quantwm"}
 
@@ -72,6 +72,7 @@ class ShiftProbe:
     patch_columns: patches in a row of a frame, to place tokens in the picture.
     example_rows: rollouts of the batch among which the shown query is chosen; 0 records none.
     layout, dtype, device: as of `KVCache`.
+    rotation: the rotary embedding of a host that stores keys before it (see `ProbeLayer`).
 
     Nothing is copied to the host before `result()`. Beside the caches, decoded keys of the packed
     tokens stay in BF16 (2 bytes x batch x heads x tokens x head_dim per layer and shadow), so that
@@ -94,6 +95,7 @@ class ShiftProbe:
         layout: str = "BSHD",
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "cpu",
+        rotation: Rotation | None = None,
     ) -> None:
         def cache(config: CacheConfig) -> KVCache:
             return KVCache(
@@ -138,6 +140,7 @@ class ShiftProbe:
                 options,
                 token_dim=1 if layout == "BSHD" else 2,
                 recorder=self._recorder,
+                rotation=rotation,
             )
             for index in range(num_layers)
         ]

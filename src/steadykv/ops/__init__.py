@@ -1,7 +1,8 @@
 """Contracts of the ops: shapes, dtypes and dispatch. The maths is in `steadykv.reference`."""
 
+from .attention import attend, attend_nbytes
 from .decode import decode_clustered, decode_grouped, decode_nonuniform
-from .dispatch import BACKENDS, OPS, explain, use_backend
+from .dispatch import BACKENDS, OPS, backend_of, explain, use_backend
 from .feedback_rounding import feedback_factor, feedback_quantize
 from .finite import head_rows
 from .group_quantize import group_dequantize, group_quantize, quantize_clustered
@@ -34,6 +35,9 @@ __all__ = [
     "OPS",
     "accumulate_moment",
     "assign_centroids",
+    "attend",
+    "attend_nbytes",
+    "backend_of",
     "centroid_values",
     "channel_weight",
     "cluster_means",

@@ -21,12 +21,13 @@ import torch
 
 from ..errors import BackendUnavailable
 
-__all__ = ["BACKENDS", "OPS", "explain", "resolve", "use_backend"]
+__all__ = ["BACKENDS", "KERNELS", "OPS", "backend_of", "explain", "resolve", "use_backend"]
 
 VARIABLE = "STEADYKV_BACKEND"
 
 # One module a name, under the same name, in every backend's folder.
 OPS = (
+    "attention",
     "decode",
     "feedback_rounding",
     "finite",
@@ -41,7 +42,17 @@ OPS = (
 )
 
 # Those of them that have a module of kernels.
-KERNELS: tuple[str, ...] = ("feedback_rounding", "psac", "qsac", "query_moment")
+KERNELS: tuple[str, ...] = (
+    "attention",
+    "decode",
+    "feedback_rounding",
+    "finite",
+    "group_quantize",
+    "kmeans",
+    "psac",
+    "qsac",
+    "query_moment",
+)
 
 OLDEST_CAPABILITY = (8, 0)  # BF16 in the matrix units
 
@@ -79,6 +90,7 @@ _FOLDERS = {"triton": "kernels", "reference": "reference"}
 
 _context: ContextVar[str | None] = ContextVar("steadykv_backend", default=None)
 _modules: dict[tuple[str, str], ModuleType] = {}
+_taken: dict[tuple[str, str, int | None, str | None], ModuleType] = {}  # by what was asked last
 
 
 @contextmanager
@@ -93,12 +105,25 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 def resolve(op: str, device: torch.device, backend: str | None = None) -> ModuleType:
-    """The module that implements `op` on `device`."""
+    """The module that implements `op` on `device`.
+
+    Inside `torch.compile` the one that the last call before took, as contexts and the environment
+    cannot be traced: run the function once before it is compiled.
+    """
+    asked = (op, device.type, device.index, backend)
+    if torch.compiler.is_compiling() and asked in _taken:
+        return _taken[asked]
     name = _choose(op, device, backend)[0]
     module = _modules.get((name, op))
     if module is None:
         module = _modules[name, op] = import_module(f"steadykv.{_FOLDERS[name]}.{op}")
+    _taken[asked] = module
     return module
+
+
+def backend_of(op: str, device: torch.device) -> str:
+    """The backend that `op` runs on here."""
+    return _choose(op, device, None)[0]
 
 
 def explain(device: torch.device | str = "cpu") -> list[dict[str, str]]:

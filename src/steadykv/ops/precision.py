@@ -21,9 +21,10 @@ def full_precision(device: torch.device) -> Iterator[None]:
 
     Hosts run their model under autocast and often lower `torch.set_float32_matmul_precision`, on
     CPUs too; the query moment is nearly singular, and the payload has to be the same with or
-    without either. The host's settings come back on exit.
+    without either. The host's settings come back on exit. A function that is being compiled cannot
+    change them: there, kernels, which never use TF32, make the difference.
     """
-    backend = _BACKENDS.get(device.type)
+    backend = None if torch.compiler.is_compiling() else _BACKENDS.get(device.type)
     with torch.no_grad(), torch.autocast(device.type, enabled=False):
         if backend is None:
             yield

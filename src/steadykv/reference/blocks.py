@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["FP16_MAX", "gather_rows", "head_matmul", "row_blocks", "to_bfloat16", "tree_sum"]
+__all__ = [
+    "FP16_MAX",
+    "Heads",
+    "Tokens",
+    "divided",
+    "gather_rows",
+    "head_groups",
+    "head_matmul",
+    "row_blocks",
+    "to_bfloat16",
+    "tree_sum",
+]
 
 FP16_MAX = 65504.0
 BF16_MAX = torch.finfo(torch.bfloat16).max
@@ -25,6 +37,11 @@ def row_blocks(rows: int, bytes_per_row: int, device: torch.device) -> Iterator[
     step = max(1, budget // bytes_per_row)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
+
+
+def divided(x: Tensor, number: float) -> Tensor:
+    """x / number, rounded once. CUDA multiplies by the reciprocal of a number of the host."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def tree_sum(x: Tensor) -> Tensor:
@@ -55,3 +72,46 @@ def gather_rows(table: Tensor, ids: Tensor) -> Tensor:
 def to_bfloat16(x: Tensor) -> Tensor:
     """Rounds to BF16 without ever reaching infinity."""
     return x.clamp(-BF16_MAX, BF16_MAX).to(torch.bfloat16)
+
+
+class Heads(NamedTuple):
+    """KV heads that are worked on together: `heads` of each of `rows` rows of the batch."""
+
+    row: int
+    rows: int
+    head: int
+    heads: int
+
+    def of(self, x: Tensor, group: int = 1) -> Tensor:
+        """Their part of x [B, H·group, ...], a view."""
+        x = x.narrow(0, self.row, self.rows)
+        return x.narrow(1, self.head * group, self.heads * group)
+
+
+class Tokens(NamedTuple):
+    """Keys and values that can be had dense, a few heads and tokens at a time.
+
+    load(part, start, end, k_room, v_room): of the tokens start..end, [rows, heads, end - start, D]
+    in `dtype`: the rooms, filled, or other tensors. length: T, above 0. heads: H.
+    can_split: whether `load` takes less than all heads. segments: how many the tokens lie in, which
+    is what loading costs the host.
+    """
+
+    load: Callable[[Heads, int, int, Tensor, Tensor], tuple[Tensor, Tensor]]
+    length: int
+    heads: int
+    dtype: torch.dtype
+    can_split: bool = True
+    segments: int = 1
+
+
+def head_groups(batch: int, heads: int, size: int) -> Iterator[Heads]:
+    """All heads, `size` at a time: whole rows of the batch, or parts of one row."""
+    if size >= heads:
+        rows = size // heads
+        for row in range(0, batch, rows):
+            yield Heads(row, min(rows, batch - row), 0, heads)
+        return
+    for row in range(batch):
+        for head in range(0, heads, size):
+            yield Heads(row, 1, head, min(size, heads - head))

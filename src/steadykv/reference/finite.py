@@ -8,7 +8,7 @@ from .blocks import row_blocks
 __all__ = ["head_rows"]
 
 
-def head_rows(x: Tensor, first: int, last: int) -> tuple[Tensor, Tensor]:
+def head_rows(x: Tensor, first: int, last: int, wide: bool = True) -> tuple[Tensor, Tensor]:
     """See `steadykv.ops.finite`."""
     _, heads, tokens, width = x.shape
     rows = torch.empty(last - first, tokens, width, dtype=torch.float32, device=x.device)

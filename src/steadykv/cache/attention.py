@@ -1,0 +1,135 @@
+"""Attends to the segments of one layer without a dense window."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from steadykv import ops
+from steadykv.cache.checks import Geometry, check_finite
+from steadykv.cache.policy import TokenRange
+from steadykv.cache.segments import TensorStore, nbytes_of
+from steadykv.cache.workspace import decode_workspace_nbytes
+from steadykv.codecs import codec_for
+from steadykv.errors import ConfigError, PositionError, ShapeError
+from steadykv.ops.attention import BUDGETS, Heads, Tokens
+from steadykv.ops.precision import full_precision
+
+if TYPE_CHECKING:
+    from steadykv.cache.layer import LayerCache
+
+__all__ = ["attend"]
+
+
+def attend(
+    layer: LayerCache, q: Tensor, scale: float | None, bias: Tensor | None, memory: str
+) -> Tensor:
+    """See `LayerCache.attend`."""
+    geometry = layer.geometry
+    geometry.check("q", q, layer.batch, queries=True)
+    tokens = _tokens(layer)
+    if layer.batch is None or not tokens.length:
+        raise PositionError(
+            f"layer {layer.layer}: attend before the first write: expected tokens to attend to; "
+            "write the chunk first"
+        )
+    budget = _budget_of(memory)
+    wide_bias = _bias_of(bias, geometry, layer.batch, tokens.length)
+    if layer.debug:
+        check_finite(layer.layer, q=q)
+    queries = layer.keys.heads_first(q)
+    out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    with full_precision(geometry.device):
+        ops.attend(
+            queries,
+            tokens,
+            layer.keys.heads_first(out),
+            scale=geometry.head_dim**-0.5 if scale is None else scale,
+            bias=wide_bias,
+            budget=budget,
+        )
+    shape = (queries.shape[0], queries.shape[1], queries.shape[2], queries.shape[3])
+    needed = ops.attend_nbytes(shape, tokens, geometry.device, budget=budget)
+    decoding = decode_workspace_nbytes((*layer.keys.segments, *layer.values.segments))
+    layer.meter.transient(nbytes_of(out) + needed + decoding)
+    return out
+
+
+def _tokens(layer: LayerCache) -> Tokens:
+    """The layer's tokens in the order of `spans()`, numbered from 0."""
+    ranges = layer.spans()
+    stores = layer.keys, layer.values
+    segments = [s for store in stores for s, _, _ in store.overlaps(ranges)]
+
+    def load(
+        part: Heads, start: int, end: int, k_room: Tensor, v_room: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        clipped = _clip(ranges, start, end)
+        return _load(stores[0], part, clipped, k_room), _load(stores[1], part, clipped, v_room)
+
+    return Tokens(
+        load,
+        sum(end - start for start, end in ranges),
+        layer.geometry.heads,
+        layer.geometry.dtype,
+        all(s.payload is None or s.payload.can_split for s in segments),
+        len(segments),
+    )
+
+
+def _bias_of(bias: Tensor | None, geometry: Geometry, batch: int, tokens: int) -> Tensor | None:
+    """The bias of `LayerCache.attend` as FP32 [B, H, T]. Raises ShapeError."""
+    if bias is None:
+        return None
+    shapes = ((tokens,), (batch, geometry.heads, tokens))
+    if not isinstance(bias, Tensor) or tuple(bias.shape) not in shapes:
+        got = tuple(bias.shape) if isinstance(bias, Tensor) else type(bias).__name__
+        raise ShapeError(
+            f"bias is {got}: expected {shapes[0]} or {shapes[1]}, one number for each token of "
+            "spans(), in that order"
+        )
+    if not bias.is_floating_point() or bias.device != geometry.device:
+        raise ShapeError(
+            f"bias is {bias.dtype} on {bias.device}: expected floats on {geometry.device}"
+        )
+    return bias.float().expand(shapes[1])
+
+
+def _budget_of(memory: str) -> int:
+    """Bytes of transients in a mode. Raises ConfigError."""
+    if memory not in BUDGETS:
+        raise ConfigError(f"memory is {memory!r}: expected {' or '.join(map(repr, BUDGETS))}")
+    return BUDGETS[memory]
+
+
+def _clip(ranges: Sequence[TokenRange], start: int, end: int) -> list[TokenRange]:
+    """The ranges of the tokens numbered start..end."""
+    clipped, before = [], 0
+    for first, last in ranges:
+        low, high = max(start - before, 0), min(end - before, last - first)
+        if low < high:
+            clipped.append((first + low, first + high))
+        before += last - first
+    return clipped
+
+
+def _load(store: TensorStore, part: Heads, ranges: Sequence[TokenRange], room: Tensor) -> Tensor:
+    """The tokens of `ranges` in `room`, or where they lie, if that is one dense segment."""
+    cursor = 0
+    for segment, low, high in store.overlaps(ranges):
+        first, last = low - segment.start, high - segment.start
+        target = room[:, :, cursor : cursor + high - low]
+        if segment.payload is not None:
+            payload = segment.payload.part(part)
+            codec = codec_for(payload.config)
+            codec.decode(payload.tensors, payload.shape, target, first, last)
+        else:
+            dense = part.of(store.heads_first(segment.tensor))[:, :, first:last]
+            if target.shape == room.shape:
+                return dense
+            target.copy_(dense)
+        cursor += high - low
+    return room

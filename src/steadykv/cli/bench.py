@@ -1,0 +1,80 @@
+"""`steadykv bench`: times of the kernels beside the machine's own limits and what else there is."""
+
+from __future__ import annotations
+
+import json as json_module
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from steadykv.cli.common import checked_device, new_file, progress_bar
+from steadykv.cli.options import METHODS_HELP, Json
+
+WORKS_HELP = "What to time: encode kmeans decode attend (default: all)."
+
+
+def bench(
+    works: Annotated[list[str] | None, typer.Option(help=WORKS_HELP)] = None,
+    methods: Annotated[
+        list[str] | None, typer.Option(help=f"{METHODS_HELP} Default: qvg quantwm steady.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option(help="cuda, cuda:N, or cpu, which times tiny shapes.")
+    ] = "cuda",
+    heads: Annotated[int | None, typer.Option(min=1, help="Key/value heads.")] = None,
+    tokens: Annotated[int | None, typer.Option(min=2, help="Tokens of the packed span.")] = None,
+    queries: Annotated[
+        int | None, typer.Option(min=1, help="Queries, and tokens of the open chunk.")
+    ] = None,
+    head_dim: Annotated[int | None, typer.Option(min=1, help="Channels of a head.")] = None,
+    seconds: Annotated[float, typer.Option(min=0, help="How long each work is timed.")] = 0.3,
+    rows: Annotated[Path | None, typer.Option(help="Also write the rows to this new CSV.")] = None,
+    plot: Annotated[Path | None, typer.Option(help="Also draw them into this new PNG.")] = None,
+    json: Json = False,
+) -> None:
+    """Time encode, decode and attend against this machine's limits, SDPA and quant-videogen."""
+    with progress_bar() as advance:
+        table = None if rows is None else new_file(rows, "--rows")
+        picture = None if plot is None else new_file(plot, "--plot")
+        place = checked_device(device)
+        from dataclasses import replace
+
+        from steadykv.cli.interrupts import raise_on_interrupt
+        from steadykv.evaluation.bench import METHODS, WORKS, default_size
+        from steadykv.evaluation.bench import bench as run
+        from steadykv.evaluation.results import write_bytes_atomically, write_csv
+
+        given = {"heads": heads, "tokens": tokens, "queries": queries, "head_dim": head_dim}
+        size = replace(
+            default_size(place), **{name: n for name, n in given.items() if n is not None}
+        )
+        raise_on_interrupt()
+        found = run(
+            place,
+            size,
+            METHODS if methods is None else methods,
+            WORKS if works is None else works,
+            seconds=seconds,
+            on_progress=advance,
+        )
+        if table is not None:
+            write_csv(table, found)
+        if picture is not None:
+            from steadykv.report.bench import drawing
+
+            write_bytes_atomically(picture, drawing(found).png())
+    _show(found, as_json=json)
+
+
+def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
+    if as_json:
+        print(json_module.dumps({"rows": rows}, allow_nan=False))
+        return
+    from rich.console import Console
+
+    from steadykv.report.bench import bench_table, headline
+
+    console = Console()
+    console.print(headline(rows), highlight=False)
+    console.print(bench_table(rows))

@@ -1,0 +1,196 @@
+"""Packed tokens into a dense view in one pass; see `reference/decode.py` for what is computed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..reference import decode as reference
+from .decode_groups import groups_kernel
+from .decode_levels import levels_kernel, outliers_kernel
+from .launch import blocks, on_device, power_of_two
+
+__all__ = ["decode_clustered", "decode_grouped", "decode_nonuniform"]
+
+
+class Tile(NamedTuple):
+    """Tokens and warps of one program."""
+
+    tokens: int
+    warps: int
+
+
+# By head_dim, in powers of two. A thread has 64 numbers: eight rows of 16 bytes.
+TILES = {64: Tile(128, 4), 128: Tile(16, 1), 256: Tile(32, 4)}
+# With coefficients. What the matrix units made of 32 tokens changes hands inside of a warp; larger
+# tiles wait for each other at 20 barriers or more.
+COMPENSATED_TILES = {64: Tile(32, 2), 128: Tile(16, 1), 256: Tile(32, 4)}
+# Whether programs that run together have the same tokens of all heads, where `out` has them side
+# by side: its rows are then written as a whole. Otherwise they have one head and its centroids.
+HEADS_FIRST = False
+RANK_BLOCK = 32  # channels of the basis in one product, at most: 16 KB of them at head_dim 256
+OUTLIERS = 1024  # of one program
+INTERPRETED = triton.knobs.runtime.interpret
+
+
+def decode_clustered(
+    tensors: Mapping[str, Tensor],
+    out: Tensor,
+    grid: str,
+    bits: int,
+    group_size: int,
+    start: int,
+    end: int,
+    packing: str = "bits",
+) -> None:
+    """See `steadykv.ops.decode`."""
+    if "row_index" in tensors:
+        tensors = reference.dense_coefficients(tensors)
+    _decode_groups(tensors, out, grid, bits, group_size, "channels", start, end, packing, 0)
+
+
+def decode_grouped(
+    tensors: Mapping[str, Tensor],
+    out: Tensor,
+    grid: str,
+    bits: int,
+    group_size: int,
+    axis: str,
+    start: int,
+    end: int,
+    packing: str = "bits",
+    rotation: Sequence[int] = (),
+) -> None:
+    """See `steadykv.ops.decode`."""
+    sizes = {width & -width for width in rotation}
+    if len(sizes) > 1:  # blocks of several sizes: no kernel of its own
+        reference.decode_grouped(
+            tensors, out, grid, bits, group_size, axis, start, end, packing, rotation
+        )
+        return
+    levels = max(sizes, default=1).bit_length() - 1
+    _decode_groups(tensors, out, grid, bits, group_size, axis, start, end, packing, levels)
+
+
+def decode_nonuniform(
+    tensors: Mapping[str, Tensor], out: Tensor, axis: str, bits: int, start: int, end: int
+) -> None:
+    """See `steadykv.ops.decode`."""
+    kept = tensors["dense"].shape[2] if "dense" in tensors else 0
+    if start < kept:  # a copy: no kernel of its own
+        last = min(end, kept)
+        reference.decode_nonuniform(tensors, out[:, :, : last - start], axis, bits, start, last)
+        out, start = out[:, :, last - start :], last
+    if not out.numel():
+        return
+    batch, heads, count, width = out.shape
+    start -= kept
+    stored = {name: t.contiguous() for name, t in tensors.items() if name != "dense"}
+    codes, row = _code_words(stored["codes"], width, bits), stored["codes"].shape[3]
+    tokens = codes.shape[2]
+    words = power_of_two(blocks(width, 8))
+    tile = _tile(TILES, 8 * words)
+    tiles = blocks(count, tile.tokens)
+    with on_device(out):
+        levels_kernel[(batch * heads * tiles,)](
+            out, codes, stored["center"], stored["half"], stored["levels"], *out.stride(),
+            batch * heads, heads, start, count, tokens, tiles,
+            WIDTH=width, WORDS=words, ROW=row, BITS=bits, BY_TOKENS=axis == "tokens",
+            IS_ALIGNED=_is_aligned(out), HEADS_FIRST=_heads_first(out),
+            BLOCK_T=tile.tokens, num_warps=tile.warps,
+        )  # fmt: skip
+        values, index = stored["outlier_values"], stored["outlier_index"]
+        if not values.numel():
+            return
+        if axis == "tokens":
+            vectors, first, used = heads * width, 0, heads * width
+        else:
+            vectors, first, used = tokens, start, count
+        programs = blocks(used * values.shape[-1], OUTLIERS)
+        outliers_kernel[(batch * programs,)](
+            out, values, index, *out.stride(), start, count, vectors, first, used,
+            values.shape[-1], programs,
+            WIDTH=width, BY_TOKENS=axis == "tokens", BLOCK=OUTLIERS,
+        )  # fmt: skip
+
+
+def _decode_groups(
+    tensors: Mapping[str, Tensor],
+    out: Tensor,
+    grid: str,
+    bits: int,
+    group_size: int,
+    axis: str,
+    start: int,
+    end: int,
+    packing: str,
+    levels: int,
+) -> None:
+    if not out.numel():
+        return
+    batch, heads, count, width = out.shape
+    stored = {name: _plain(t) for name, t in tensors.items()}
+    codes, row = _code_words(stored["codes"], width, bits, packing), stored["codes"].shape[3]
+    tokens = codes.shape[2]
+    scale = stored["scale_codes" if "scale_codes" in stored else "scale"]
+    ids, centroids, basis = (stored.get(name) for name in ("ids", "centroids", "basis"))
+    if centroids is not None and _has_pairs(centroids, width):
+        centroids = centroids.view(torch.int32)
+    rank = 0 if basis is None else basis.shape[-1]
+    words = power_of_two(blocks(width, 8))
+    tile = _tile(COMPENSATED_TILES if rank else TILES, 8 * words)
+    tiles = blocks(count, tile.tokens)
+    with on_device(out):
+        groups_kernel[(batch * heads * tiles,)](
+            out, codes, scale, stored.get("scale_base"),
+            stored["minimum"] if grid.startswith("affine_min") else None,
+            stored["zeros"] if grid == "affine_zero" else None,
+            ids, centroids, stored.get("centroid_scale"),
+            basis, stored.get("coef_codes"), stored.get("coef_scales"), *out.stride(),
+            batch * heads, heads, start, count, tokens, tiles, scale.shape[2],
+            0 if centroids is None else centroids.shape[3],
+            stored["zeros"].shape[2] if grid == "affine_zero" else 0,
+            WIDTH=width, WORDS=words, ROW=row, BITS=bits, GROUP=group_size,
+            BY_TOKENS=axis == "tokens", STAGES=0 if ids is None else ids.shape[2], RANK=rank,
+            BLOCK_R=min(RANK_BLOCK, max(16, power_of_two(rank))), LEVELS=levels,
+            IS_TRITS=packing == "trits", IS_ALIGNED=_is_aligned(out),
+            HEADS_FIRST=_heads_first(out), INTERPRET=INTERPRETED, BLOCK_T=tile.tokens,
+            num_warps=tile.warps,
+        )  # fmt: skip
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Contiguous, as a stored tensor is already; E4M3 as its bytes."""
+    tensor = tensor.contiguous()
+    return tensor.view(torch.uint8) if tensor.dtype == torch.float8_e4m3fn else tensor
+
+
+def _code_words(codes: Tensor, width: int, bits: int, packing: str = "bits") -> Tensor:
+    """Codes in words of eight where they are whole numbers, otherwise the bytes."""
+    if packing != "bits" or bits == 3 or width % 8 or codes.data_ptr() % bits:
+        return codes
+    return codes.view(torch.int16 if bits == 2 else torch.int32)
+
+
+def _has_pairs(centroids: Tensor, width: int) -> bool:
+    is_bf16 = centroids.dtype == torch.bfloat16
+    return is_bf16 and not width % 8 and not centroids.data_ptr() % 4
+
+
+def _is_aligned(out: Tensor) -> bool:
+    """Whether each row of a token starts at a multiple of 16 numbers and has them side by side."""
+    if out.stride(3) != 1 or out.stride(2) >= 1 << 20:
+        return False
+    return not any(s % 16 for s, size in zip(out.stride(), out.shape[:3], strict=False) if size > 1)
+
+
+def _heads_first(out: Tensor) -> bool:
+    return HEADS_FIRST and out.stride(1) < out.stride(2)
+
+
+def _tile(table: Mapping[int, Tile], width: int) -> Tile:
+    return table[min(max(width, min(table)), max(table))]

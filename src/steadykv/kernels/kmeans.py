@@ -1,0 +1,395 @@
+"""Kernels: k-means. Assignment on the matrix units, means as a product with the one-hot ids.
+
+The sums of a mean are made in parts of consecutive tokens, which are added in order: no atomics,
+the same bytes on every run. Of the reference they differ by the order of FP32 sums alone.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..reference.kmeans import (
+    centroid_values,
+    gather_rows,
+    quantize_centroids,
+)
+from ..reference.kmeans import kmeans as _kmeans
+from ..reference.kmeans import (
+    refit_centroids as _refit,
+)
+from ..reference.kmeans import (
+    subtract_centroids as _subtract,
+)
+from .launch import blocks, interpreted, on_device, processors
+
+__all__ = [
+    "assign_centroids",
+    "centroid_values",
+    "cluster_means",
+    "gather_rows",
+    "kmeans",
+    "quantize_centroids",
+    "refit_centroids",
+    "subtract_centroids",
+]
+
+BF16_MAX = tl.constexpr(3.3895313892515355e38)
+
+# Tiles of a program, and programs for each processor.
+ASSIGN_TOKENS, ASSIGN_CENTROIDS, ASSIGN_WARPS, ASSIGN_PROGRAMS = 128, 64, 4, 64
+SUM_TOKENS, SUM_CENTROIDS, SUM_WARPS = 64, 128, 4
+COUNT_TOKENS = 1024
+ROWS = 16  # of the small kernels over [C, D] or [S, D]
+
+
+def kmeans(
+    x: Tensor,
+    centroids: Tensor,
+    iterations: int,
+    with_ids: bool = True,
+    rounded: bool = True,
+    reseed_empty: bool = False,
+) -> tuple[Tensor | None, Tensor]:
+    """See `steadykv.ops.kmeans`."""
+    if reseed_empty:  # sorts the tokens of every head: rare, and no kernel
+        return _kmeans(x.float(), centroids, iterations, with_ids, rounded, reseed_empty)
+    means, final, norms = _prepare(centroids)
+    for _ in range(iterations):
+        ids = _assign(x, final, norms, torch.int32)
+        means, final, norms = _means(x, ids, means)
+    if not rounded:
+        return None, means
+    return (_assign(x, final, norms, torch.int64) if with_ids else None), final
+
+
+def assign_centroids(x: Tensor, centroids: Tensor) -> Tensor:
+    """See `steadykv.ops.kmeans`."""
+    _, rounded, norms = _prepare(centroids)
+    return _assign(x, rounded, norms, torch.int64)
+
+
+def cluster_means(x: Tensor, ids: Tensor, previous: Tensor) -> Tensor:
+    """See `steadykv.ops.kmeans`."""
+    return _means(x, ids, previous)[0]
+
+
+def refit_centroids(x: Tensor, residual: Tensor, ids: Tensor, centroids: Tensor) -> Tensor:
+    """See `steadykv.ops.kmeans`; an option, without a kernel."""
+    return _refit(x.float(), residual, ids, centroids)
+
+
+def subtract_centroids(
+    x: Tensor, centroids: Tensor, ids: Tensor, rounded: Tensor | None = None
+) -> Tensor:
+    """See `steadykv.ops.kmeans`."""
+    if rounded is not None:  # `compensate_clustered` has it in registers
+        return _subtract(x.float(), centroids, ids, rounded)
+    heads, tokens, width = x.shape
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    with on_device(x):
+        _leave[blocks(tokens, ROWS), heads](
+            x,
+            centroids.contiguous(),
+            ids.contiguous(),
+            out,
+            tokens,
+            centroids.shape[1],
+            width,
+            _padded(width),
+            ROWS,
+        )
+    return out
+
+
+def _padded(width: int) -> int:
+    return max(16, triton.next_power_of_2(width))
+
+
+def _prepare(centroids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The centroids [N, C, D] in FP32 and in BF16, and the squared norms of the latter [N, C]."""
+    means = centroids.float().contiguous()
+    return means, *_finish(means, None, None, means)
+
+
+def _assign(x: Tensor, centroids: Tensor, norms: Tensor, kind: torch.dtype) -> Tensor:
+    heads, tokens, width = x.shape
+    ids = torch.empty(heads, tokens, dtype=kind, device=x.device)
+    count = blocks(tokens, ASSIGN_TOKENS)
+    tiles = max(1, count * heads // (ASSIGN_PROGRAMS * processors(x.device)))
+    with on_device(x):
+        _nearest[blocks(count, tiles), heads](
+            x,
+            centroids,
+            norms,
+            ids,
+            tokens,
+            tiles,
+            centroids.shape[1],
+            width,
+            _padded(width),
+            ASSIGN_TOKENS,
+            min(ASSIGN_CENTROIDS, _padded(centroids.shape[1])),
+            interpreted(),
+            num_warps=ASSIGN_WARPS,
+        )
+    return ids
+
+
+def _means(x: Tensor, ids: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The means FP32 [N, C, D] of the clusters, rounded to BF16, and the norms of those."""
+    ids, previous = ids.contiguous(), previous.contiguous()
+    (heads, tokens, width), clusters = x.shape, previous.shape[1]
+    size = min(SUM_CENTROIDS, _padded(clusters))
+    tiles = blocks(clusters, size)
+    parts = max(1, min(blocks(tokens, SUM_TOKENS), blocks(4 * processors(x.device), heads * tiles)))
+    length = blocks(blocks(tokens, parts), SUM_TOKENS) * SUM_TOKENS
+    parts = blocks(tokens, length)
+    sums = torch.empty(heads, parts, clusters, width, dtype=torch.float32, device=x.device)
+    counts = torch.empty(heads, parts, clusters, dtype=torch.float32, device=x.device)
+    with on_device(x):
+        _sums[tiles, parts, heads](
+            x,
+            ids,
+            sums,
+            tokens,
+            length,
+            clusters,
+            width,
+            _padded(width),
+            SUM_TOKENS,
+            size,
+            x.dtype != torch.bfloat16,
+            interpreted(),
+            num_warps=SUM_WARPS,
+        )
+        bins = triton.next_power_of_2(clusters + 1)
+        _counts[parts, heads](ids, counts, tokens, length, clusters, bins, COUNT_TOKENS)
+    means = torch.empty(previous.shape, dtype=torch.float32, device=x.device)
+    return means, *_finish(previous, sums, counts, means)
+
+
+def _finish(
+    previous: Tensor, sums: Tensor | None, counts: Tensor | None, means: Tensor
+) -> tuple[Tensor, Tensor]:
+    heads, clusters, width = previous.shape
+    rounded = torch.empty(previous.shape, dtype=torch.bfloat16, device=previous.device)
+    norms = torch.empty(heads, clusters, dtype=torch.float32, device=previous.device)
+    with on_device(previous):
+        _divide[blocks(clusters, ROWS), heads](
+            previous,
+            previous if sums is None else sums,
+            previous if counts is None else counts,
+            means,
+            rounded,
+            norms,
+            0 if sums is None else sums.shape[1],
+            clusters,
+            width,
+            _padded(width),
+            ROWS,
+        )
+    return rounded, norms
+
+
+@triton.jit(do_not_specialize=["tokens", "tiles"])
+def _nearest(
+    x,
+    centroids,
+    norms,
+    ids,
+    tokens,
+    tiles,
+    CLUSTERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """argmin_j |mu_j|^2 - 2 x·mu_j, the lowest j on ties, of `tiles` tiles of tokens.
+
+    The centroids stay in shared memory where one tile of them is all.
+    """
+    head, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * tiles
+    channel = tl.arange(0, PADDED)
+    mu, norm = _table(centroids, norms, head, 0, CLUSTERS, WIDTH, PADDED, TILE, INTERPRETED)
+    for tile in range(first, first + tiles):
+        token = tile * TOKENS + tl.arange(0, TOKENS)
+        inside = (token < tokens)[:, None] & (channel < WIDTH)[None, :]
+        row = (head * tokens + token)[:, None] * WIDTH
+        value = tl.load(x + row + channel[None, :], mask=inside, other=0).to(tl.bfloat16)
+        if INTERPRETED:
+            value = value.to(tl.float32)
+        best, chosen = _least(value, mu, norm, TILE)
+        for start in range(TILE, CLUSTERS, TILE):
+            more, more_norm = _table(
+                centroids, norms, head, start, CLUSTERS, WIDTH, PADDED, TILE, INTERPRETED
+            )
+            least, where = _least(value, more, more_norm, TILE)
+            chosen = tl.where(least < best, start + where, chosen)
+            best = tl.minimum(least, best)
+        tl.store(ids + head * tokens + token, chosen.to(ids.dtype.element_ty), mask=token < tokens)
+
+
+@triton.jit
+def _table(
+    centroids,
+    norms,
+    head,
+    start,
+    CLUSTERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    TILE: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """-2 mu of a tile of centroids, BF16 [PADDED, TILE], exact, and their squared norms."""
+    cluster, channel = start + tl.arange(0, TILE), tl.arange(0, PADDED)
+    known = cluster < CLUSTERS
+    place = centroids + (head * CLUSTERS + cluster)[None, :] * WIDTH + channel[:, None]
+    mu = tl.load(place, mask=known[None, :] & (channel < WIDTH)[:, None], other=0)
+    doubled = mu.to(tl.float32) * -2.0
+    norm = tl.load(norms + head * CLUSTERS + cluster, mask=known, other=float("inf"))
+    return doubled if INTERPRETED else doubled.to(tl.bfloat16), norm
+
+
+@triton.jit
+def _least(value, doubled, norm, TILE: tl.constexpr):
+    """The least score of each token and the first centroid that has it."""
+    score = tl.dot(value, doubled) + norm[None, :]
+    least = tl.min(score, 1)
+    index = tl.arange(0, TILE)[None, :]
+    return least, tl.min(tl.where(score == least[:, None], index, TILE - 1), 1)
+
+
+@triton.jit(do_not_specialize=["tokens", "length"])
+def _sums(
+    x,
+    ids,
+    sums,
+    tokens,
+    length,
+    CLUSTERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+    TILE: tl.constexpr,
+    EXACT: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """Sums of a tile of clusters over `length` tokens: the one-hot ids times the tokens.
+
+    EXACT: the tokens are FP32, and enter as three BF16 numbers whose sum they are.
+    """
+    head, part = tl.program_id(2).to(tl.int64), tl.program_id(1)
+    cluster = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    channel = tl.arange(0, PADDED)
+    total = tl.zeros([TILE, PADDED], tl.float32)
+    for offset in range(0, length, TOKENS):
+        token = part * length + offset + tl.arange(0, TOKENS)
+        inside = token < tokens
+        member = tl.load(ids + head * tokens + token, mask=inside, other=-1).to(tl.int32)
+        row = (head * tokens + token)[:, None] * WIDTH
+        mask = inside[:, None] & (channel < WIDTH)[None, :]
+        value = tl.load(x + row + channel[None, :], mask=mask, other=0)
+        chosen = cluster[:, None] == member[None, :]
+        if INTERPRETED:
+            total += tl.dot(chosen.to(tl.float32), value.to(tl.float32), input_precision="ieee")
+        else:
+            one_hot = chosen.to(tl.bfloat16)
+            high = value.to(tl.bfloat16)
+            total = tl.dot(one_hot, high, total)
+            if EXACT:
+                rest = value - high.to(tl.float32)
+                middle = rest.to(tl.bfloat16)
+                total = tl.dot(one_hot, middle, total)
+                total = tl.dot(one_hot, (rest - middle.to(tl.float32)).to(tl.bfloat16), total)
+    place = (head * tl.num_programs(1) + part) * CLUSTERS + cluster
+    mask = (cluster < CLUSTERS)[:, None] & (channel < WIDTH)[None, :]
+    tl.store(sums + place[:, None] * WIDTH + channel[None, :], total, mask=mask)
+
+
+@triton.jit(do_not_specialize=["tokens", "length"])
+def _counts(
+    ids, counts, tokens, length, CLUSTERS: tl.constexpr, BINS: tl.constexpr, TOKENS: tl.constexpr
+):
+    """How many of `length` tokens each cluster has: FP32, exact below 2^24."""
+    head, part = tl.program_id(1).to(tl.int64), tl.program_id(0)
+    bin = tl.arange(0, BINS)
+    count = tl.zeros([BINS], tl.int32)
+    for offset in range(0, length, TOKENS):
+        at = offset + tl.arange(0, TOKENS)
+        token = part * length + at
+        inside = (token < tokens) & (at < length)
+        member = tl.load(ids + head * tokens + token, mask=inside, other=BINS - 1).to(tl.int32)
+        count += tl.histogram(member, BINS)
+    place = counts + (head * tl.num_programs(0) + part) * CLUSTERS + bin
+    tl.store(place, count.to(tl.float32), mask=bin < CLUSTERS)
+
+
+@triton.jit(do_not_specialize=["parts"])
+def _divide(
+    previous,
+    sums,
+    counts,
+    means,
+    rounded,
+    norms,
+    parts,
+    CLUSTERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+):
+    """Adds the parts in order; mean, or the previous one of an empty cluster; BF16 and its norm."""
+    head = tl.program_id(1).to(tl.int64)
+    cluster = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    channel = tl.arange(0, PADDED)
+    known = cluster < CLUSTERS
+    mask = known[:, None] & (channel < WIDTH)[None, :]
+    place = (head * CLUSTERS + cluster)[:, None] * WIDTH + channel[None, :]
+    mean = tl.load(previous + place, mask=mask, other=0)
+    if parts > 0:
+        total = tl.zeros([ROWS, PADDED], tl.float32)
+        count = tl.zeros([ROWS], tl.float32)
+        for part in range(parts):
+            at = (head * parts + part) * CLUSTERS + cluster
+            total += tl.load(sums + at[:, None] * WIDTH + channel[None, :], mask=mask, other=0)
+            count += tl.load(counts + at, mask=known, other=0)
+        mean = tl.where(count[:, None] > 0, tl.div_rn(total, tl.maximum(count, 1)[:, None]), mean)
+    tl.store(means + place, mean, mask=mask)
+    # Rounded by hand: the interpreter truncates what it stores as BF16.
+    clipped = tl.minimum(tl.maximum(mean, -BF16_MAX), BF16_MAX)
+    bits = clipped.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
+    near = bits.to(tl.float32, bitcast=True)
+    tl.store(rounded + place, near.to(tl.bfloat16), mask=mask)
+    tl.store(norms + head * CLUSTERS + cluster, tl.sum(near * near, 1), mask=known)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _leave(
+    x,
+    centroids,
+    ids,
+    out,
+    tokens,
+    CLUSTERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """x - mu[id] in FP32."""
+    head = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    channel = tl.arange(0, PADDED)
+    mask = (token < tokens)[:, None] & (channel < WIDTH)[None, :]
+    place = (head * tokens + token)[:, None] * WIDTH + channel[None, :]
+    chosen = tl.load(ids + head * tokens + token, mask=token < tokens, other=0)
+    row = (head * CLUSTERS + chosen)[:, None] * WIDTH + channel[None, :]
+    mu = tl.load(centroids + row, mask=mask, other=0).to(tl.float32)
+    value = tl.load(x + place, mask=mask, other=0).to(tl.float32)
+    tl.store(out + place, value - mu, mask=mask)
