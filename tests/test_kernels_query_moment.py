@@ -36,7 +36,10 @@ def folded(parts: list[Tensor], heads: int, backend: str) -> QueryMoment:
 
 
 def check(parts: list[Tensor], heads: int) -> QueryMoment:
-    """Within 2^-17 of the mean of |q| |q|^T: FP32 sums of at most 2^6 tiles, in any order."""
+    """Within 2^-17 of the mean of |q| |q|^T: FP32 sums of at most 2^6 tiles, in any order.
+
+    The reference may add all S products one after the other, S·2^-24 of it.
+    """
     stats, expected = (folded(parts, heads, name) for name in ("triton", "reference"))
     assert torch.equal(stats.count, expected.count)
     pooled = parts[0].shape[1] // heads
@@ -45,7 +48,8 @@ def check(parts: list[Tensor], heads: int) -> QueryMoment:
     size = (q.abs().mT @ q.abs()) / q.shape[2]
     exact = (q.mT @ q) / q.shape[2]
     assert ((stats.moment.double() - exact).abs() <= 2**-17 * size).all()
-    assert ((stats.moment - expected.moment).abs().double() <= 2**-17 * size).all()
+    bound = 2**-17 + q.shape[2] * 2**-24
+    assert ((stats.moment - expected.moment).abs().double() <= bound * size).all()
     if parts[0].dtype != torch.float32:  # the products of FP32 come in parts, in an order
         assert torch.equal(stats.moment, stats.moment.mT)
     return stats

@@ -42,6 +42,9 @@ BF16_MAX = tl.constexpr(3.3895313892515355e38)
 ASSIGN_TOKENS, ASSIGN_CENTROIDS, ASSIGN_WARPS, ASSIGN_PROGRAMS = 128, 64, 4, 64
 SUM_TOKENS, SUM_CENTROIDS, SUM_WARPS = 64, 128, 4
 COUNT_TOKENS = 1024
+Scores = tuple[Tensor, Tensor]
+"""-2 mu in BF16 [N, C, D], and |mu|^2 in FP32 [N, C]."""
+
 ROWS = 16  # of the small kernels over [C, D] or [S, D]
 
 
@@ -56,19 +59,18 @@ def kmeans(
     """See `steadykv.ops.kmeans`."""
     if reseed_empty:  # sorts the tokens of every head: rare, and no kernel
         return _kmeans(x.float(), centroids, iterations, with_ids, rounded, reseed_empty)
-    means, final, norms = _prepare(centroids)
+    means, final, scores = _prepare(centroids)
     for _ in range(iterations):
-        ids = _assign(x, final, norms, torch.int32)
-        means, final, norms = _means(x, ids, means)
+        ids = _assign(x, scores, torch.int32)
+        means, final, scores = _means(x, ids, means)
     if not rounded:
         return None, means
-    return (_assign(x, final, norms, torch.int64) if with_ids else None), final
+    return (_assign(x, scores, torch.int64) if with_ids else None), final
 
 
 def assign_centroids(x: Tensor, centroids: Tensor) -> Tensor:
     """See `steadykv.ops.kmeans`."""
-    _, rounded, norms = _prepare(centroids)
-    return _assign(x, rounded, norms, torch.int64)
+    return _assign(x, _prepare(centroids)[2], torch.int64)
 
 
 def cluster_means(x: Tensor, ids: Tensor, previous: Tensor) -> Tensor:
@@ -108,38 +110,38 @@ def _padded(width: int) -> int:
     return max(16, triton.next_power_of_2(width))
 
 
-def _prepare(centroids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The centroids [N, C, D] in FP32 and in BF16, and the squared norms of the latter [N, C]."""
+def _prepare(centroids: Tensor) -> tuple[Tensor, Tensor, Scores]:
+    """The centroids [N, C, D] in FP32 and in BF16, and what scores tokens against the latter."""
     means = centroids.float().contiguous()
     return means, *_finish(means, None, None, means)
 
 
-def _assign(x: Tensor, centroids: Tensor, norms: Tensor, kind: torch.dtype) -> Tensor:
-    heads, tokens, width = x.shape
+def _assign(x: Tensor, scores: Scores, kind: torch.dtype) -> Tensor:
+    (heads, tokens, width), (doubled, norms) = x.shape, scores
     ids = torch.empty(heads, tokens, dtype=kind, device=x.device)
     count = blocks(tokens, ASSIGN_TOKENS)
     tiles = max(1, count * heads // (ASSIGN_PROGRAMS * processors(x.device)))
     with on_device(x):
         _nearest[blocks(count, tiles), heads](
             x,
-            centroids,
+            doubled,
             norms,
             ids,
             tokens,
             tiles,
-            centroids.shape[1],
+            norms.shape[1],
             width,
             _padded(width),
             ASSIGN_TOKENS,
-            min(ASSIGN_CENTROIDS, _padded(centroids.shape[1])),
+            min(ASSIGN_CENTROIDS, _padded(norms.shape[1])),
             interpreted(),
             num_warps=ASSIGN_WARPS,
         )
     return ids
 
 
-def _means(x: Tensor, ids: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The means FP32 [N, C, D] of the clusters, rounded to BF16, and the norms of those."""
+def _means(x: Tensor, ids: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Scores]:
+    """The means FP32 [N, C, D] of the clusters, rounded to BF16, and what scores tokens."""
     ids, previous = ids.contiguous(), previous.contiguous()
     (heads, tokens, width), clusters = x.shape, previous.shape[1]
     size = min(SUM_CENTROIDS, _padded(clusters))
@@ -173,9 +175,10 @@ def _means(x: Tensor, ids: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Te
 
 def _finish(
     previous: Tensor, sums: Tensor | None, counts: Tensor | None, means: Tensor
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Scores]:
     heads, clusters, width = previous.shape
     rounded = torch.empty(previous.shape, dtype=torch.bfloat16, device=previous.device)
+    doubled = torch.empty_like(rounded)
     norms = torch.empty(heads, clusters, dtype=torch.float32, device=previous.device)
     with on_device(previous):
         _divide[blocks(clusters, ROWS), heads](
@@ -184,6 +187,7 @@ def _finish(
             previous if counts is None else counts,
             means,
             rounded,
+            doubled,
             norms,
             0 if sums is None else sums.shape[1],
             clusters,
@@ -191,13 +195,13 @@ def _finish(
             _padded(width),
             ROWS,
         )
-    return rounded, norms
+    return rounded, (doubled, norms)
 
 
 @triton.jit(do_not_specialize=["tokens", "tiles"])
 def _nearest(
     x,
-    centroids,
+    doubled,
     norms,
     ids,
     tokens,
@@ -215,7 +219,7 @@ def _nearest(
     """
     head, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * tiles
     channel = tl.arange(0, PADDED)
-    mu, norm = _table(centroids, norms, head, 0, CLUSTERS, WIDTH, PADDED, TILE, INTERPRETED)
+    mu, norm = _table(doubled, norms, head, 0, CLUSTERS, WIDTH, PADDED, TILE, INTERPRETED)
     for tile in range(first, first + tiles):
         token = tile * TOKENS + tl.arange(0, TOKENS)
         inside = (token < tokens)[:, None] & (channel < WIDTH)[None, :]
@@ -226,17 +230,18 @@ def _nearest(
         best, chosen = _least(value, mu, norm, TILE)
         for start in range(TILE, CLUSTERS, TILE):
             more, more_norm = _table(
-                centroids, norms, head, start, CLUSTERS, WIDTH, PADDED, TILE, INTERPRETED
+                doubled, norms, head, start, CLUSTERS, WIDTH, PADDED, TILE, INTERPRETED
             )
             least, where = _least(value, more, more_norm, TILE)
             chosen = tl.where(least < best, start + where, chosen)
             best = tl.minimum(least, best)
+        chosen = tl.minimum(chosen, CLUSTERS - 1)  # numbers that overflow have no least score
         tl.store(ids + head * tokens + token, chosen.to(ids.dtype.element_ty), mask=token < tokens)
 
 
 @triton.jit
 def _table(
-    centroids,
+    doubled,
     norms,
     head,
     start,
@@ -246,14 +251,13 @@ def _table(
     TILE: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """-2 mu of a tile of centroids, BF16 [PADDED, TILE], exact, and their squared norms."""
+    """-2 mu of a tile of centroids, BF16 [PADDED, TILE], and the squared norms of these."""
     cluster, channel = start + tl.arange(0, TILE), tl.arange(0, PADDED)
     known = cluster < CLUSTERS
-    place = centroids + (head * CLUSTERS + cluster)[None, :] * WIDTH + channel[:, None]
+    place = doubled + (head * CLUSTERS + cluster)[None, :] * WIDTH + channel[:, None]
     mu = tl.load(place, mask=known[None, :] & (channel < WIDTH)[:, None], other=0)
-    doubled = mu.to(tl.float32) * -2.0
     norm = tl.load(norms + head * CLUSTERS + cluster, mask=known, other=float("inf"))
-    return doubled if INTERPRETED else doubled.to(tl.bfloat16), norm
+    return mu.to(tl.float32) if INTERPRETED else mu, norm
 
 
 @triton.jit
@@ -337,6 +341,7 @@ def _divide(
     counts,
     means,
     rounded,
+    doubled,
     norms,
     parts,
     CLUSTERS: tl.constexpr,
@@ -367,6 +372,7 @@ def _divide(
     bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & -65536
     near = bits.to(tl.float32, bitcast=True)
     tl.store(rounded + place, near.to(tl.bfloat16), mask=mask)
+    tl.store(doubled + place, (near * -2.0).to(tl.bfloat16), mask=mask)  # exact, for scores
     tl.store(norms + head * CLUSTERS + cluster, tl.sum(near * near, 1), mask=known)
 
 

@@ -38,6 +38,7 @@ def vendor_for(device: torch.device, width: int, dtype: torch.dtype, has_bias: b
     return "cudnn" if width <= 128 and _has_cudnn(device.index) else "flash"
 
 
+@torch.compiler.assume_constant_result
 @cache
 def _has_cudnn(index: int | None) -> bool:
     return (
