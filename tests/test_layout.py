@@ -42,6 +42,7 @@ SUPPORT = {
     "ops": {"dispatch", "precision"},
     "reference": {"blocks"},
     "kernels": {
+        "assign",
         "decode_groups",
         "decode_levels",
         "eigen",

@@ -164,7 +164,8 @@ def _times(
             o_k = first + tl.arange(0, 32)
             mask = (o_d < WIDTH)[:, None] & (o_k < WIDTH)[None, :]
             b_m = tl.load(p_moment + o_d[:, None] * WIDTH + o_k[None, :], mask=mask, other=0.0)
-            b_k = tl.load(p_block + o_k[:, None] * COLUMNS + o_r[None, :])
+            o_row = o_k[:, None]
+            b_k = tl.load(p_block + o_row * COLUMNS + o_r[None, :], mask=o_row < BLOCK_D, other=0.0)
             b_out = tl.dot(b_m.to(tl.float64), b_k, b_out, out_dtype=tl.float64)
     tl.debug_barrier()
     return b_out * size
