@@ -199,6 +199,8 @@ def test_rates_of_the_embedded_model() -> None:
         {"method": "qvg", "refit": True, "centroid_format": "fp8"},
         {"method": "steady", "metadata": "fp8"},
         {"method": "steady", "stages": 2},
+        {"method": "quantwm", "rank": 0, "coef_layout": "auto"},
+        {"method": "steady", "rank": 0, "retain": "always"},
     ],
     ids=str,
 )
