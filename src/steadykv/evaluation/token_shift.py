@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from steadykv.cache import KVCache, Ledger
+from steadykv.codecs import Calibration
 from steadykv.config import CacheConfig, CodecConfig, preset
 from steadykv.errors import ConfigError
 from steadykv.evaluation.protocol import ShiftOptions
@@ -71,7 +72,7 @@ class ShiftProbe:
     reference: policy of the BF16 cache that answers (its window must be the methods').
     patch_columns: patches in a row of a frame, to place tokens in the picture.
     example_rows: rollouts of the batch among which the shown query is chosen; 0 records none.
-    layout, dtype, device: as of `KVCache`.
+    layout, dtype, device, calibration: as of `KVCache`; the last for shadows that ask for one.
 
     Nothing is copied to the host before `result()`. Beside the caches, decoded keys of the packed
     tokens stay in BF16 (2 bytes x batch x heads x tokens x head_dim per layer and shadow), so that
@@ -94,6 +95,7 @@ class ShiftProbe:
         layout: str = "BSHD",
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "cpu",
+        calibration: Calibration | None = None,
     ) -> None:
         def cache(config: CacheConfig) -> KVCache:
             return KVCache(
@@ -105,6 +107,7 @@ class ShiftProbe:
                 layout=layout,
                 dtype=dtype,
                 device=device,
+                calibration=calibration if config.needs_calibration else None,
             )
 
         self.options = options
