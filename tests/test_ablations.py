@@ -25,7 +25,9 @@ def test_every_group_is_a_valid_comparison(entry: Ablation) -> None:
     assert len(set(labels)) == len(labels)
     for group in entry.groups:
         policy = CachePolicy(**{"span_chunks": 2, **group.policy})
-        protocol = Protocol(group.methods, policy=policy, paired_against=entry.paired)
+        protocol = Protocol(
+            group.methods, policy=policy, paired_against=entry.paired, key_rope=group.key_rope
+        )
         configs = protocol.configurations()
         # two names for one cache would look like two results
         distinct = {(config.keys, config.values, config.policy) for config in configs.values()}
@@ -33,7 +35,7 @@ def test_every_group_is_a_valid_comparison(entry: Ablation) -> None:
 
 
 def test_an_unknown_ablation_is_named() -> None:
-    with pytest.raises(ConfigError, match="known are split, parts, rank"):
+    with pytest.raises(ConfigError, match="known are methods, split, parts, rank"):
         ablation("nope")
 
 

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import csv
 import json
+import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
-from benchmarks import encode_cpu, query_energy, warm_start
+from benchmarks import encode_cpu, oracle, paired, query_energy, warm_start
 from steadykv.capture import Selection
 from steadykv.config import preset
 from steadykv.evaluation.world_capture import capture_world
+from tests.codecs import sample_tokens
+from tests.oracle import INSTALL
 from tests.worlds import tiny_episodes, tiny_world
 
 SMALL = ["--heads", "2", "--tokens", "96", "--head-dim", "32", "--repeats", "2", "--threads", "1"]
@@ -113,3 +118,79 @@ def test_query_energy_is_the_share_of_the_leading_directions(
         assert found[-1] == pytest.approx(1.0)  # all 32 directions
     printed = capsys.readouterr().out
     assert f"{float(rows[1]['rank_8']):.3f}" in printed
+
+
+def test_paired_tells_two_methods_of_a_finished_comparison_apart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rollouts = [
+        {"method": method, "episode": walk, "seed": seed, "mse_by_frame": [0.0, mse, 2 * mse],
+         "ssim_by_frame": [1.0, 0.9, 0.8], "flicker_by_step": [mse, 0.0],
+         "top1_shift": None, "top5_shift": None}
+        for method, mse in (("a", 10.0), ("b", 100.0)) for walk in "xyz" for seed in (0, 1)
+    ]  # fmt: skip
+    path = tmp_path / "rollouts.json"
+    path.write_text(json.dumps(rollouts))
+    paired.main([str(path), "a", "b", "--first-frame", "1"])
+    printed = capsys.readouterr().out
+    assert "frames 1-2" in printed
+    assert "+10.0000  (+10.0000 to +10.0000)" in printed
+    with pytest.raises(SystemExit, match="no rollouts of"):
+        paired.main([str(path), "a", "c"])
+
+
+def test_oracle_says_in_one_line_what_it_lacks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(SystemExit, match="no CUDA device"):
+        oracle.main([])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "quant_videogen", None)  # as if it were not installed
+    with pytest.raises(SystemExit, match=re.escape(INSTALL)) as error:
+        oracle.main([])
+    assert "\n" not in str(error.value)
+    with pytest.raises(SystemExit):
+        oracle.main(["--centroids", "300"])
+    assert "expected 1 to 256" in capsys.readouterr().err
+
+
+def test_oracle_reads_the_tensors_of_a_capture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oracle, "DEVICE", torch.device("cpu"))
+    path = tmp_path / "walk.safetensors"
+    k, v = (sample_tokens(1, 2, 20, 64, seed=seed) for seed in (0, 1))
+    save_file({"k": k, "v": v.float()}, path)
+    for side, x in (("k", k), ("v", v)):
+        ((key, found),) = oracle.tensors(path, side)
+        assert (key.tensor, found.dtype) == ({"k": "key", "v": "value"}[side], torch.bfloat16)
+        assert torch.equal(found, x)
+    save_file({"k": k[..., :48].clone(), "v": v[..., :48].clone()}, path)
+    with pytest.raises(SystemExit, match="head dim is 48, expected a power of two from 64"):
+        list(oracle.tensors(path, "k"))
+
+
+@pytest.mark.cuda
+def test_oracle_writes_a_row_for_each_position_of_the_switch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("quant_videogen")
+    monkeypatch.setattr(oracle, "SYNTHETIC", (1, 2, 300, 128))
+    path = tmp_path / "rows.csv"
+    oracle.main(["--centroids", "16", "--csv", str(path)])
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["method"], row["tensor"], row["switch"]) for row in rows] == [
+        (method, side, switch)
+        for method in oracle.METHODS
+        for side in ("k", "v")
+        for switch in ("off", "on")
+    ]
+    for off, on in zip(rows[::2], rows[1::2], strict=True):
+        assert float(on["both_equal"]) >= 0.9999 > float(off["both_equal"]) > 0.8
+        assert float(on["error_between"]) < 1e-3 < float(off["error_between"])
+        assert float(off["error_ours"]) == pytest.approx(float(on["error_ours"]), rel=0.01)
+        assert (off["quant_videogen"], off["source"]) == ("0.1.0", "synthetic")
+        assert off["triton"]
+    assert f"{float(rows[0]['both_equal']):.4%}" in capsys.readouterr().out

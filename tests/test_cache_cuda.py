@@ -34,6 +34,10 @@ def syncs_are_errors() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
+def requested_bytes(when: str) -> int:
+    return torch.cuda.memory_stats()[f"requested_bytes.all.{when}"]
+
+
 def test_bf16_is_a_plain_sliding_window():
     chunks = on_gpu(chunks_of([24, 13, 24, 24, 8, 24], batch=2))
     cache = cache_for(small(window_frames=7, sink_frames=2), device="cuda")
@@ -71,7 +75,11 @@ def test_a_batch_equals_its_rows(method):
 
 @pytest.mark.parametrize("method", CODEC_METHODS)
 def test_the_allocator_agrees_with_the_ledger(method):
-    """Resident within 1 % (blocks of 512 bytes, cuBLAS aside), peak within the stated bound."""
+    """What the cache asked for, resident within 1 %, and peak within the stated bound.
+
+    What the allocator hands out for it is more: blocks are multiples of 512 bytes, and a large one
+    keeps up to 1 MiB that its request left over.
+    """
     config = preset(method).with_span(2, 32).replace(window_frames=24)
     generator = torch.Generator("cuda").manual_seed(0)
 
@@ -93,13 +101,13 @@ def test_the_allocator_agrees_with_the_ledger(method):
     roll(KVCache(2, 12, 128, 520, config, device="cuda"), 4)  # workspaces of the libraries
     gc.collect()
     torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
+    before = requested_bytes("current")
     cache = KVCache(2, 12, 128, 520, config, device="cuda")
     inputs = 3 * 2 * 1560 * 12 * 128 * 2
     torch.cuda.reset_peak_memory_stats()
     roll(cache, 12)
     torch.cuda.synchronize()
-    held = torch.cuda.memory_allocated() - before
+    held = requested_bytes("current") - before
     assert held == pytest.approx(cache.nbytes, rel=0.01)
-    peak = torch.cuda.max_memory_allocated() - before - inputs
+    peak = requested_bytes("peak") - before - inputs
     assert peak <= 1.02 * cache.ledger().peak_bytes

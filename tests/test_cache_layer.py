@@ -185,7 +185,7 @@ def test_a_cache_is_a_sequence_of_layers():
     assert len(cache) == 3
     assert [layer.layer for layer in cache] == [0, 1, 2]
     assert isinstance(cache[-1], LayerCache)
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="expected 0 to"):
         cache[3]
     assert "qvg" in repr(cache)
     assert "layers=3" in repr(cache)

@@ -22,7 +22,7 @@ from .codecs import (
     sample_tokens,
     sqnr,
 )
-from .conftest import Poison
+from .conftest import poisoned_allocations
 
 every_codec = pytest.mark.parametrize("case", CASES, ids=str)
 every_adaptive_codec = pytest.mark.parametrize("case", ADAPTIVE_CASES, ids=str)
@@ -112,9 +112,10 @@ def test_a_batch_of_two_is_two_runs_of_one(case: CodecCase, device: str) -> None
         assert torch.equal(both.decode()[part], alone.decode())
 
 
+@every_device
 @every_codec
-def test_permuted_heads_and_rows_permute_the_payload(case: CodecCase) -> None:
-    x = sample_tokens(2, 3, 77, 64)
+def test_permuted_heads_and_rows_permute_the_payload(case: CodecCase, device: str) -> None:
+    x = sample_tokens(2, 3, 77, 64, device=device)
     stats = case.stats(x)
     straight = case.encode(x, stats)
     row, head = torch.tensor([1, 0]), torch.tensor([2, 0, 1])
@@ -146,6 +147,24 @@ def test_same_input_same_bytes_whatever_the_threads(case: CodecCase) -> None:
     finally:
         torch.set_num_threads(threads)
     assert all(payload == payloads[0] for payload in payloads)
+
+
+@pytest.mark.cuda
+@every_codec
+def test_same_input_same_bytes_on_every_run_on_cuda(case: CodecCase) -> None:
+    """Of statistics, payload and decoded numbers, large enough for many blocks at work at once."""
+    x = sample_tokens(1, 4, 4680, 128, device="cuda")
+    runs = []
+    for run in range(3):
+        held = torch.empty(run * 3 << 20, dtype=torch.uint8, device="cuda")  # other addresses
+        stats = case.stats(x)
+        payload = case.encode(x, stats)
+        payload.tensors["decoded"] = payload.decode()
+        if stats is not None:
+            payload.tensors["moment"] = stats.moment
+        runs.append(payload)
+        del held
+    assert all(payload == runs[0] for payload in runs)
 
 
 @every_device
@@ -255,15 +274,19 @@ def test_any_slice_goes_into_any_view(case: CodecCase, device: str) -> None:
             assert buffer[:, 1 + end - start :].isnan().all()
 
 
+@every_device
 @every_codec
-def test_poisoned_memory_changes_nothing(case: CodecCase, poisoned_memory: Poison) -> None:
-    x = sample_tokens(1, 2, 61, 80)
-    payload = case.encode(x)
-    decoded = payload.decode()
-    assert poisoned_memory.filled
+def test_poisoned_memory_changes_nothing(case: CodecCase, device: str) -> None:
+    x = sample_tokens(1, 2, 61, 80, device=device)
+    expected = case.encode(x)
+    with poisoned_allocations() as poison:
+        payload = case.encode(x)
+        decoded = payload.decode()
+    assert poison.filled
+    assert payload == expected
+    assert torch.equal(decoded, expected.decode())
     assert decoded.isfinite().all()
     assert sqnr(x, decoded) > 3
-    assert payload == case.encode(x)
 
 
 @every_codec

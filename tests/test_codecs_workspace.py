@@ -50,3 +50,13 @@ def test_workspace_is_bounded(case: CodecCase, monkeypatch: pytest.MonkeyPatch) 
     assert 0 < seen.nbytes <= max(3 * one_head, payload.nbytes)
     assert payload == whole
     assert torch.equal(out, whole.decode())
+
+
+@pytest.mark.cuda
+@every_codec
+def test_passes_change_no_byte_on_cuda(case: CodecCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = sample_tokens(2, 4, 512, 64, device="cuda")
+    stats = case.stats(x)
+    whole = case.encode(x, stats)
+    monkeypatch.setattr("steadykv.codecs.encoder.GPU_WORKSPACE_BYTES", 3 * 4 * 512 * 64)
+    assert case.encode(x, stats) == whole

@@ -27,6 +27,7 @@ from steadykv.evaluation.protocol import FrameWindow, ShiftOptions
 from steadykv.evaluation.results import as_read, check_rows, read_metrics
 from steadykv.evaluation.rollouts import run_batch
 from steadykv.world import rollout
+from steadykv.world.weights import place
 from tests.worlds import broken_world, tiny_episodes, tiny_world
 
 METHODS = ("bf16", "qvg", "quantwm", "bf16:qvg")
@@ -337,7 +338,7 @@ def test_a_probe_that_ends_before_anything_is_packed_finds_no_shift() -> None:
 @pytest.mark.cuda
 def test_a_comparison_runs_on_cuda() -> None:
     result = run_comparison(
-        tiny_world(dtype=torch.bfloat16).cuda(),
+        place(tiny_world(), "cuda", torch.bfloat16),
         tiny_episodes(2),
         METHODS,
         frames=12,

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from steadykv.cache import KVCache, LayerCache
+from steadykv.cache import KVCache
 from steadykv.config import CacheConfig, parse_method, preset
 from steadykv.errors import ConfigError, PositionError
 from steadykv.evaluation.protocol import ShiftOptions
 from steadykv.evaluation.token_shift import ShiftProbe
 from steadykv.world import rollout
+from tests.brute_force_shift import DIM, FRAME, HEADS, BruteForce, keys_at, packed_tokens
 from tests.worlds import TINY, tiny_episodes, tiny_world
 
-HEADS, DIM, FRAME, COLUMNS = 2, 32, 24, 6
+COLUMNS = 6
 CHUNK = 3 * FRAME
 
 
@@ -78,82 +78,6 @@ def drive(
             cache.commit()  # type: ignore[attr-defined]
 
 
-class BruteForce:
-    """The same question through public calls of the caches, head by head."""
-
-    def __init__(self, config: CacheConfig, layers: int, stride: int) -> None:
-        bf16 = preset("bf16").replace(policy=config.policy)
-        self.reference = KVCache(layers, HEADS, DIM, FRAME, bf16)
-        self.shadow = KVCache(layers, HEADS, DIM, FRAME, config)
-        self.stride = stride
-        # Per layer and pass: start of the chunk, and moved or not [row, head, query].
-        self.passes: list[list[tuple[int, torch.Tensor]]] = [[] for _ in range(layers)]
-
-    def __getitem__(self, index: int) -> BruteForceLayer:
-        return BruteForceLayer(self, index)
-
-    def commit(self) -> None:
-        self.reference.commit()
-        self.shadow.commit()
-
-    def share(self, row: int, clean: bool) -> float:
-        """Share of moved selections over denoising passes, or over the last pass of each chunk."""
-        moved = []
-        for layer in self.passes:
-            for place, (start, selected) in enumerate(layer):
-                is_last = place + 1 == len(layer) or layer[place + 1][0] != start
-                if is_last == clean and len(selected):
-                    moved.append(selected[row].flatten())
-        return torch.cat(moved).double().mean().item()
-
-
-class BruteForceLayer:
-    def __init__(self, owner: BruteForce, index: int) -> None:
-        self.owner, self.index = owner, index
-        self.reference, self.shadow = owner.reference[index], owner.shadow[index]
-
-    def write(self, k: torch.Tensor, v: torch.Tensor, start: int) -> None:
-        self.reference.write(k, v, start)
-        self.shadow.write(k, v, start)
-        self.owner.passes[self.index].append((start, torch.empty(0)))
-
-    def read(self) -> None:
-        """Nothing: what a read returns plays no part here."""
-
-    def observe_queries(self, q: torch.Tensor) -> None:
-        self.shadow.observe_queries(q)
-        tokens = packed_tokens(self.shadow)
-        if not tokens:
-            return
-        sides = [keys_at(cache, tokens).float() for cache in (self.reference, self.shadow)]
-        moved = []
-        for row in range(q.shape[0]):
-            for head in range(q.shape[2]):
-                queries = q[row, :: self.owner.stride, head].float()
-                best = [
-                    (queries @ k[row, :, head * HEADS // q.shape[2]].T).argmax(1) for k in sides
-                ]
-                moved.append(best[0] != best[1])
-        start, _ = self.owner.passes[self.index].pop()
-        self.owner.passes[self.index].append((start, torch.stack(moved).view(*q.shape[:3:2], -1)))
-
-
-def packed_tokens(layer: LayerCache) -> list[int]:
-    packed = {
-        token
-        for segment in layer.status().segments
-        if segment.keys == "packed"
-        for token in range(segment.start, segment.end)
-    }
-    return [token for low, high in layer.spans() for token in range(low, high) if token in packed]
-
-
-def keys_at(layer: LayerCache, tokens: Sequence[int]) -> torch.Tensor:
-    attended = [token for low, high in layer.spans() for token in range(low, high)]
-    place = {token: index for index, token in enumerate(attended)}
-    return layer.read()[0][:, [place[token] for token in tokens]]
-
-
 @pytest.mark.parametrize(("window_frames", "sink_frames"), [(None, 0), (15, 0), (12, 0), (12, 3)])
 def test_counts_equal_brute_force(window_frames: int | None, sink_frames: int) -> None:
     method = configs("quantwm", window_frames=window_frames, sink_frames=sink_frames)
@@ -170,6 +94,24 @@ def test_counts_equal_brute_force(window_frames: int | None, sink_frames: int) -
     # denoising passes, on 2 layers, 4 heads, 11 queries.
     assert shift.queries == (6 if sink_frames else 5) * 2 * 2 * 4 * 11
     assert sum(shift.top1_by_layer) / 2 == pytest.approx(sum(shift.top1) / 2)
+
+
+def test_keys_stored_before_their_rotation_are_compared_after_it() -> None:
+    def rotation(start: int, end: int) -> torch.Tensor:
+        angles = torch.arange(start, end)[:, None] * torch.logspace(0, -2, DIM // 2)
+        return torch.stack((angles.cos(), angles.sin()))
+
+    method = configs("qvg")
+    shifts = []
+    for turn in (rotation, None):
+        probe = new_probe(method, ShiftOptions(query_stride=5), rotation=turn)
+        drive(probe, batch=2, chunks=6, steps=2, layers=2, query_heads=4)
+        oracle = BruteForce(method["qvg"], layers=2, stride=5, rotation=turn)
+        drive(oracle, batch=2, chunks=6, steps=2, layers=2, query_heads=4)
+        shifts.append(probe.result().methods["qvg"].top1)
+        for row in range(2):
+            assert shifts[-1][row] == pytest.approx(oracle.share(row, clean=False), abs=1e-9)
+    assert shifts[0] != shifts[1]
 
 
 def test_the_trajectory_is_the_bf16_one() -> None:

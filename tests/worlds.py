@@ -23,7 +23,7 @@ TINY = WorldConfig(
 )
 
 
-def tiny_world(config: WorldConfig = TINY, dtype: torch.dtype = torch.float32) -> WorldModel:
+def tiny_world(config: WorldConfig = TINY) -> WorldModel:
     """Every parameter random: the gates, closed at the start of training, are open."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -35,7 +35,7 @@ def tiny_world(config: WorldConfig = TINY, dtype: torch.dtype = torch.float32) -
                 # Sharp attention: logits of a few units, as in a trained model.
                 parameter.data.add_(1.5)
     world.tokenizer.fit(tiny_episodes(20, config=config).frames.flatten(0, 1), 0.5, 1.5)
-    return world.to(dtype).eval().requires_grad_(False)
+    return world.eval().requires_grad_(False)
 
 
 def broken_world() -> WorldModel:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The whole recipe on one machine with GPUs: record the walks while the model compiles, train,
 # evaluate. What training/export.py then makes of average.safetensors is the shipped file.
-#   bash training/run.sh training/version2.json /tmp/world 1100
+#   bash training/run.sh training/version3.json /tmp/world 1000
 set -euo pipefail
 recipe=$1 out=$2 seconds=$3
 here=$(cd "$(dirname "$0")" && pwd)

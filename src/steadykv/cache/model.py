@@ -67,7 +67,10 @@ class KVCache:
         )
 
     def __getitem__(self, index: int) -> LayerCache:
-        return self._layers[index]
+        try:
+            return self._layers[index]
+        except IndexError:
+            raise IndexError(f"layer {index}: expected 0 to {len(self) - 1}") from None
 
     def __len__(self) -> int:
         return len(self._layers)

@@ -76,7 +76,7 @@ def ablate(
                 device=place,
                 dtype=network_dtype(place),
                 policy=policy,
-                options=options,
+                options=options | {"key_rope": group.key_rope},
                 command=command_text(context.obj),
                 as_json=json,
                 world_file=world,

@@ -17,7 +17,7 @@ from steadykv.cli.tensors import tensors
 
 app = typer.Typer(
     name="steadykv",
-    help="The key/value cache of a video world model in about 2 bits a number, and what it costs.",
+    help="The key/value cache of a video world model in 2 to 3 bits a number, and what it costs.",
     add_completion=False,
     pretty_exceptions_enable=False,
 )

@@ -68,7 +68,7 @@ def compare(
     key_rope: KeyRopeOption = KeyRope.post,
     calibration: CalibrationFile = None,
     paired: Annotated[
-        str | None, typer.Option(help="Method whose difference from each other one is reported.")
+        str | None, typer.Option(help="Report every other method's difference from this one.")
     ] = None,
     shift: Annotated[bool, typer.Option(help="Measure the token shift.")] = True,
     floor: Annotated[bool, typer.Option(help="Measure the noise floor.")] = True,

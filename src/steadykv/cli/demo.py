@@ -29,6 +29,14 @@ from steadykv.cli.options import (
 
 METHODS = ("bf16", "kivi", "qvg", "quantwm")
 
+# Of the 96 rollouts in benchmarks/results/compare-h200-rollouts.json.gz the one whose PSNRs with
+# KIVI, QVG and QuantWM are nearest to the means over all: the walk multi_deathmatch-005-00.
+EPISODE, SEED = 3, 2
+TYPICAL = (
+    "One walk; of 96 it is the one whose numbers were nearest to the means. Which method comes "
+    "closest varies from walk to walk: steadykv compare measures many."
+)
+
 
 def demo(
     context: typer.Context,
@@ -36,8 +44,12 @@ def demo(
     keys: Keys = None,
     values: Values = None,
     frames: Frames = 48,
-    episode: Annotated[int, typer.Option(min=0, help="Number of the held-out walk.")] = 0,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the noise, the same for all.")] = 0,
+    episode: Annotated[
+        int | None, typer.Option(min=0, help=f"Number of the held-out walk (shipped: {EPISODE}).")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help=f"Seed of the noise, the same for all ({SEED}).")
+    ] = None,
     span_chunks: SpanChunks = 2,
     centroids: Centroids = 32,
     device: Device = "cpu",
@@ -55,11 +67,14 @@ def demo(
         place = checked_device(device)
         from steadykv.cli.session import Session, network_dtype
 
+        shipped = world is None and walks is None
+        number = EPISODE * shipped if episode is None else episode
+        noise = SEED if seed is None else seed
         session = Session(
             folder=folder,
             methods=names,
-            episodes=[episode],
-            seeds=[seed],
+            episodes=[number],
+            seeds=[noise],
             frames=frames,
             device=place,
             dtype=network_dtype(place),
@@ -69,6 +84,7 @@ def demo(
             as_json=json,
             world_file=world,
             walks_file=walks,
+            remark=TYPICAL if shipped and (number, noise) == (EPISODE, SEED) else "",
         )
         result = session.run(advance)
     session.show(result)

@@ -43,6 +43,7 @@ class Session:
     world_file: Path | None = None  # None: the shipped ones
     walks_file: Path | None = None
     calibration: Calibration | None = None
+    remark: str = ""  # about the one walk, if there is one
     videos: dict[str, Frames] = field(default_factory=dict, init=False)
     mp4: dict[str, bytes] = field(default_factory=dict, init=False)
     shown: str = field(default="", init=False)
@@ -107,7 +108,9 @@ class Session:
             shift=result.shift,
             fps=FRAMES_PER_SECOND,
             command=self.command,
-            shown=f"{self.shown} The numbers below are means over all walks." if several else "",
+            shown=f"{self.shown} The numbers below are means over all walks."
+            if several
+            else self.remark,
         )
         captions = side_captions(report)
         sheet = side_by_side({name: self.videos[name] for name in captions}, captions, SIDE_SCALE)

@@ -15,11 +15,15 @@ __all__ = ["ABLATIONS", "Ablation", "Group", "ablation"]
 
 @dataclass(frozen=True)
 class Group:
-    """Methods that are compared under one policy; `label` tells the groups of an ablation apart."""
+    """Methods that are compared under one policy; `label` tells the groups of an ablation apart.
+
+    key_rope: whether the cache holds keys after ("post") or before ("pre") rotary embedding.
+    """
 
     methods: tuple[str, ...]
     label: str = "all"
     policy: dict[str, int] = field(default_factory=dict)
+    key_rope: str = "post"
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,31 @@ def _policies(methods: tuple[str, ...], policies: dict[str, dict[str, int]]) -> 
     return tuple(Group(methods, label, policy) for label, policy in policies.items())
 
 
+_STARTS = ("false", "true", "ids")
+
 _LIST = (
+    Ablation(
+        "methods",
+        "Which method keeps the video, and at how many bits?",
+        "arXiv 2602.02958, table 1; arXiv 2609.26425, tables 3 and 4",
+        (
+            Group(
+                (
+                    "rtn",
+                    "rtn_g16_sym",
+                    "kivi",
+                    "kvquant",
+                    "quarot",
+                    "qvg",
+                    "qvg_pro",
+                    "qvg4",
+                    "quantwm",
+                    "steady",
+                )
+            ),
+        ),
+        paired="quantwm",
+    ),
     Ablation(
         "split",
         "Is it the keys or the values that cost the video?",
@@ -111,6 +139,60 @@ _LIST = (
         "arXiv 2602.02958, table 5",
         (Group(_vary("qvg4", "centroids", (8, 16, 32, 64, 128))),),
         paired="qvg4@centroids=32",
+    ),
+    Ablation(
+        "bits",
+        "What do three and four bits buy?",
+        "arXiv 2602.02958, table 1 (INT2 and INT4)",
+        (Group(tuple(m for b in ("kivi", "qvg", "quantwm") for m in _vary(b, "bits", (2, 3, 4)))),),
+        paired="quantwm@bits=2",
+    ),
+    Ablation(
+        "formats",
+        "What do cheaper centroids, scales and codes cost?",
+        "arXiv 2602.02958, section 4.2; arXiv 2609.26425, appendix D",
+        (
+            Group(
+                (
+                    "qvg",
+                    "qvg@metadata=int8",
+                    "qvg@packing=trits",
+                    "qvg@centroid_format=fp8",
+                    "qvg4",
+                    "qvg4@metadata=fp8",
+                    "qvg4@centroid_format=fp8",
+                )
+            ),
+        ),
+        paired="qvg4",
+    ),
+    Ablation(
+        "warm",
+        "How many iterations does k-means save that starts from the span before?",
+        "arXiv 2602.02958, section 4.3",
+        (
+            Group(
+                (
+                    *(
+                        f"qvg4@iterations={n}+warm_start={start}"
+                        for n in (1, 2, 4)
+                        for start in _STARTS
+                    ),
+                    "qvg4@iterations=16+warm_start=false",
+                )
+            ),
+        ),
+        paired="qvg4@iterations=2+warm_start=false",
+    ),
+    Ablation(
+        "frame",
+        "Are keys packed better before or after their rotary embedding?",
+        "arXiv 2401.18079, section 3.2; arXiv 2602.02958, section 5.3",
+        tuple(
+            Group(("kivi", "kvquant", "qvg", "qvg4", "quantwm"), rope, key_rope=rope)
+            for rope in ("post", "pre")
+        ),
+        paired="quantwm",
     ),
     Ablation(
         "span",

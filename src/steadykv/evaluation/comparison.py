@@ -43,6 +43,7 @@ from steadykv.evaluation.rollouts import (
 )
 from steadykv.evaluation.token_shift import ShiftProbe, TokenShift
 from steadykv.world import Episodes, WorldModel, rollout
+from steadykv.world.rope import rotation_of
 
 REFERENCE = "bf16"
 
@@ -262,6 +263,7 @@ class _Comparison:
             reference=self.reference_config,
             device=self.device,
             calibration=self.calibration,
+            rotation=None if self.protocol.key_rope == "post" else rotation_of(shape, self.device),
         )
         with self._progress(f"token shift, {batch.label}", frames) as on_chunk:
             video = rollout(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
 from steadykv.cache import LayerCache
 from steadykv.cache.policy import TokenRange
+from steadykv.capture import rotate_pairs
 from steadykv.errors import PositionError
 from steadykv.evaluation.metrics.selection import key_logits, shared_keys, top_keys
 from steadykv.evaluation.packed_keys import PackedKeys, take_ranges
@@ -17,6 +18,9 @@ from steadykv.evaluation.shift_example import ExampleRecorder
 
 DENOISING, CLEAN = 0, 1
 """Kinds of pass. The clean one is the last before its chunk is committed."""
+
+Rotation = Callable[[int, int], torch.Tensor]
+"""Rotary embedding of the tokens start..end: FP32 cosines and sines [2, S, D/2]."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,8 @@ class ProbeLayer:
 
     reference: the BF16 layer that answers reads. shadows: name -> layer fed with the same tensors.
     token_dim: 1 for the layout BSHD, 2 for BHSD. recorder: where the shown query is kept, or None.
+    rotation: what a host that stores keys before their rotary embedding does to them, and to its
+    queries, before it attends; selections are compared after it.
     """
 
     def __init__(
@@ -46,8 +52,10 @@ class ProbeLayer:
         options: ShiftOptions,
         token_dim: int,
         recorder: ExampleRecorder | None,
+        rotation: Rotation | None = None,
     ) -> None:
         self.index = index
+        self._rotation = rotation
         self.reference = reference
         self.shadows = dict(shadows)
         self.options = options
@@ -141,7 +149,10 @@ class ProbeLayer:
         Per packed range set (one, unless policies differ) and shadow, allocates FP32 logits
         [B, Hq, Q, N] for the N packed tokens in the window.
         """
-        recorder = self.recorder
+        recorder, stride = self.recorder, self.options.query_stride
+        if self._rotation is not None:
+            rope = self._rotation(start, start + stride * queries.shape[2])
+            queries = rotate_pairs(queries, rope[:, ::stride])
         keys, _ = self.reference.read()
         reference = keys if self._token_dim == 2 else keys.transpose(1, 2)
         attended = self.reference.spans()
@@ -152,10 +163,10 @@ class ProbeLayer:
             if not ranges:
                 continue
             if ranges not in before:
-                original = take_ranges(reference, attended, ranges)
+                original = self._rotated(take_ranges(reference, attended, ranges), ranges)
                 before[ranges] = self._select(queries, original, ranges)
             best = before[ranges].best
-            after = top_keys(key_logits(queries, packed.keys()), TOP_K)
+            after = top_keys(key_logits(queries, self._rotated(packed.keys(), ranges)), TOP_K)
             moved = (after[..., 0] != best[..., 0]).double()
             lost = 1.0 - shared_keys(best, after).double() / best.shape[-1]
             counts = torch.stack((moved.sum(dim=-1), lost.sum(dim=-1)))
@@ -172,10 +183,16 @@ class ProbeLayer:
                 positions,
                 chosen.certainty,
                 first_query=start,
-                query_stride=self.options.query_stride,
+                query_stride=stride,
                 layer=self.index,
                 step=self._step,
             )
+
+    def _rotated(self, x: torch.Tensor, ranges: Iterable[TokenRange]) -> torch.Tensor:
+        """x [B, H, N, D] of the tokens of `ranges` as the host's attention sees it."""
+        if self._rotation is None:
+            return x
+        return rotate_pairs(x, torch.cat([self._rotation(*tokens) for tokens in ranges], dim=1))
 
     def _select(
         self, queries: torch.Tensor, keys: torch.Tensor, ranges: tuple[TokenRange, ...]

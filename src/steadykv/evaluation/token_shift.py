@@ -20,7 +20,7 @@ from steadykv.config import CacheConfig, CodecConfig, preset
 from steadykv.errors import ConfigError
 from steadykv.evaluation.protocol import ShiftOptions
 from steadykv.evaluation.shift_example import ExampleRecorder
-from steadykv.evaluation.shift_layer import CLEAN, DENOISING, ProbeLayer
+from steadykv.evaluation.shift_layer import CLEAN, DENOISING, ProbeLayer, Rotation
 
 CONTRAST_BY_DEFAULT = {"moving": "qvg", "steady": "quantwm"}
 
@@ -73,6 +73,7 @@ class ShiftProbe:
     patch_columns: patches in a row of a frame, to place tokens in the picture.
     example_rows: rollouts of the batch among which the shown query is chosen; 0 records none.
     layout, dtype, device, calibration: as of `KVCache`; the last for shadows that ask for one.
+    rotation: the rotary embedding of a host that stores keys before it (see `ProbeLayer`).
 
     Nothing is copied to the host before `result()`. Beside the caches, decoded keys of the packed
     tokens stay in BF16 (2 bytes x batch x heads x tokens x head_dim per layer and shadow), so that
@@ -96,6 +97,7 @@ class ShiftProbe:
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "cpu",
         calibration: Calibration | None = None,
+        rotation: Rotation | None = None,
     ) -> None:
         def cache(config: CacheConfig) -> KVCache:
             return KVCache(
@@ -141,6 +143,7 @@ class ShiftProbe:
                 options,
                 token_dim=1 if layout == "BSHD" else 2,
                 recorder=self._recorder,
+                rotation=rotation,
             )
             for index in range(num_layers)
         ]

@@ -24,7 +24,7 @@ from steadykv.errors import ConfigError
 from steadykv.evaluation.provenance import environment
 from steadykv.evaluation.rollouts import OnChunk, new_cache, refuse_nonfinite
 from steadykv.world import Episodes, WorldConfig, WorldModel, rollout
-from steadykv.world.rope import rope_table
+from steadykv.world.rope import rotation_of
 from steadykv.world.sampler import KeyRope
 
 
@@ -107,7 +107,7 @@ def capture_world(
         num_heads=shape.num_heads,
         frame_tokens=shape.frame_tokens,
         policy=policy,
-        rotation=None if key_rope == "post" else _rotation(shape),
+        rotation=None if key_rope == "post" else rotation_of(shape, "cpu"),
     )
     checked = refuse_nonfinite(inner, "the capture", on_chunk)
     rollout(world, episodes, recorder, frames, seed, checked, key_rope=key_rope)
@@ -149,18 +149,6 @@ def plan_capture(
         header=header.to_dict(),
     )
     return CapturePlan(spans, header.layers, header.heads, selection.queries, nbytes)
-
-
-def _rotation(shape: WorldConfig) -> Callable[[int, int], torch.Tensor]:
-    """Cosines and sines of any token range, FP32 [2, S, D/2]."""
-
-    def rotation(start: int, end: int) -> torch.Tensor:
-        first, last = start // shape.frame_tokens, -(-end // shape.frame_tokens)
-        table = torch.stack(rope_table(shape, first, last - first, "cpu"))
-        offset = first * shape.frame_tokens
-        return table[:, start - offset : end - offset].contiguous()
-
-    return rotation
 
 
 def _stored(path: Path) -> dict[str, Any]:

@@ -7,7 +7,15 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-__all__ = ["FP16_MAX", "gather_rows", "head_matmul", "row_blocks", "to_bfloat16", "tree_sum"]
+__all__ = [
+    "FP16_MAX",
+    "divided",
+    "gather_rows",
+    "head_matmul",
+    "row_blocks",
+    "to_bfloat16",
+    "tree_sum",
+]
 
 FP16_MAX = 65504.0
 BF16_MAX = torch.finfo(torch.bfloat16).max
@@ -25,6 +33,11 @@ def row_blocks(rows: int, bytes_per_row: int, device: torch.device) -> Iterator[
     step = max(1, budget // bytes_per_row)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
+
+
+def divided(x: Tensor, number: float) -> Tensor:
+    """x / number, rounded once. CUDA multiplies by the reciprocal of a number of the host."""
+    return x / torch.full((), number, dtype=x.dtype, device=x.device)
 
 
 def tree_sum(x: Tensor) -> Tensor:

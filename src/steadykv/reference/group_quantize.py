@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .blocks import FP16_MAX, row_blocks, tree_sum
+from .blocks import FP16_MAX, divided, row_blocks, tree_sum
 from .pack import pack, unpack, word_of
 
 __all__ = ["affine_zero_grid", "affine_zero_tensors", "group_dequantize", "group_quantize"]
@@ -82,10 +82,10 @@ def _symmetric(
     # Without |x|, which would be a copy of all tokens; abs_ only takes the sign of zeros.
     peak = _reduce(x, group_size, -1, lambda part: part.amax(-1).maximum(-part.amin(-1))).abs_()
     if grid == "symmetric_int8":
-        base, saturated = _int8_base(peak / top)
-        metadata, scale = _int8_scales(peak / top, base)
+        base, saturated = _int8_base(divided(peak, top))
+        metadata, scale = _int8_scales(divided(peak, top), base)
     else:
-        metadata, scale, saturated = _e4m3_scales(peak / top)
+        metadata, scale, saturated = _e4m3_scales(divided(peak, top))
     divisor = _divisor(scale)
     codes = torch.empty_like(x, dtype=torch.uint8)
     for rows in _row_blocks(x):
@@ -106,12 +106,12 @@ def _affine_min(
     low = _reduce(x, group_size, dim, lambda part: part.amin(dim)) * clip_ratio
     high = _reduce(x, group_size, dim, lambda part: part.amax(dim)) * clip_ratio
     if grid == "affine_min_fp8":
-        metadata, scale, lost_scales = _e4m3_scales((high - low) / top)
+        metadata, scale, lost_scales = _e4m3_scales(divided(high - low, top))
         lost_minima = (low.abs() > E4M3_MAX).sum((-2, -1))
         minimum = low.clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     else:
         minimum, lost_minima = _to_float16(low)
-        stored, lost_scales = _to_float16((high - low) / top)
+        stored, lost_scales = _to_float16(divided(high - low, top))
         metadata, scale = {"scale": stored}, stored.float()
     offset, divisor = minimum.float(), _divisor(scale)
     codes = torch.empty_like(x, dtype=torch.uint8)
@@ -145,7 +145,7 @@ def affine_zero_grid(
     if include_zero:
         low.clamp_(max=0)
         high.clamp_(min=0)
-    wanted = (high - low) / top
+    wanted = divided(high - low, top)
     base, saturated = _int8_base(wanted)
 
     def grid_of(wanted: Tensor) -> AffineZero:
@@ -213,7 +213,7 @@ def _e4m3_scales(wanted: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
 
 def _int8_base(wanted: Tensor) -> tuple[Tensor, Tensor]:
     """The FP16 base [N, 1, 1] of the scales [N, S, G], 1/255 of the largest; and what saturated."""
-    return _to_float16(wanted.amax((-2, -1), keepdim=True) / 255)
+    return _to_float16(divided(wanted.amax((-2, -1), keepdim=True), 255))
 
 
 def _int8_scales(wanted: Tensor, base: Tensor) -> tuple[dict[str, Tensor], Tensor]:

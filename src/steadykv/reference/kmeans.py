@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from .blocks import FP16_MAX, gather_rows, row_blocks, to_bfloat16, tree_sum
+from .blocks import FP16_MAX, divided, gather_rows, row_blocks, to_bfloat16, tree_sum
 
 __all__ = [
     "assign",
@@ -57,7 +57,7 @@ def assign_centroids(x: Tensor, centroids: Tensor) -> Tensor:
 
 def quantize_centroids(means: Tensor) -> tuple[dict[str, Tensor], Tensor]:
     """See `steadykv.ops.kmeans`."""
-    wanted = means.abs().amax(-1) / E4M3_MAX
+    wanted = divided(means.abs().amax(-1), E4M3_MAX)
     scale = wanted.clamp(max=FP16_MAX).to(torch.float16)
     divisor = torch.where(scale == 0, torch.inf, scale.float())
     # A scale that was rounded down leaves its largest entry a little above the last code.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .blocks import FP16_MAX, head_matmul, tree_sum
+from .blocks import FP16_MAX, divided, head_matmul, tree_sum
 
 __all__ = ["compensate", "eigenpairs", "query_subspace"]
 
@@ -39,7 +39,7 @@ def compensate(
     """See `steadykv.ops.psac`."""
     u = basis.float()
     wanted = head_matmul(error, u)
-    peak = wanted.abs().amax(-1, keepdim=True) / CODE_MAX
+    peak = divided(wanted.abs().amax(-1, keepdim=True), CODE_MAX)
     saturated = (peak > FP16_MAX).sum((-2, -1))
     alpha = peak.clamp(max=FP16_MAX).to(torch.float16)
     divisor = torch.where(alpha == 0, torch.inf, alpha.float())

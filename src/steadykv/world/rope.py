@@ -5,6 +5,8 @@ Each axis has its own share of the head dimension.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from steadykv.world.config import WorldConfig
@@ -32,6 +34,20 @@ def rope_table(
         angles.append(angle.view(shape).expand(frames, config.rows, config.columns, size // 2))
     table = torch.cat(angles, dim=-1).reshape(frames * config.frame_tokens, config.head_dim // 2)
     return table.cos().float(), table.sin().float()
+
+
+def rotation_of(
+    config: WorldConfig, device: torch.device | str
+) -> Callable[[int, int], torch.Tensor]:
+    """Cosines and sines of the tokens start..end, FP32 [2, S, D/2], for any range."""
+
+    def rotation(start: int, end: int) -> torch.Tensor:
+        first, last = start // config.frame_tokens, -(-end // config.frame_tokens)
+        table = torch.stack(rope_table(config, first, last - first, device))
+        offset = first * config.frame_tokens
+        return table[:, start - offset : end - offset].contiguous()
+
+    return rotation
 
 
 def apply_rope(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

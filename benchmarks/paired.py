@@ -1,0 +1,60 @@
+"""How far apart are two methods of a comparison that is finished?
+
+    python -m benchmarks.paired benchmarks/results/compare-h200-rollouts.json.gz qvg qvg4
+
+A minus B, paired over walks and noise seeds, with the 95 % bootstrap interval that `steadykv
+compare --paired B` would have reported: PSNR in dB over the frames that read packed data, flicker
+error (full range 1) and top-1 shift. Reads the `rollouts.json` of a result folder, or its gzip.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from steadykv.evaluation.aggregate import RolloutRecord, paired_difference
+from steadykv.evaluation.protocol import FrameWindow
+
+MEASURES = ("psnr", "flicker_error", "top1_shift")
+
+
+def read_rollouts(path: Path) -> dict[str, list[RolloutRecord]]:
+    """The rollouts of every method."""
+    data = path.read_bytes()
+    rollouts = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+    found: dict[str, list[RolloutRecord]] = {}
+    for entry in rollouts:
+        lists = {name: tuple(v) for name, v in entry.items() if isinstance(v, list)}
+        record = RolloutRecord(**(entry | lists))
+        found.setdefault(record.method, []).append(record)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("rollouts", type=Path)
+    parser.add_argument("a")
+    parser.add_argument("b")
+    parser.add_argument("--first-frame", type=int, default=6)
+    options = parser.parse_args(arguments)
+    found = read_rollouts(options.rollouts)
+    missing = {options.a, options.b} - found.keys()
+    if missing:
+        raise SystemExit(f"no rollouts of {sorted(missing)}: there are {', '.join(found)}")
+    frames = len(found[options.a][0].mse_by_frame)
+    window = FrameWindow(options.first_frame, frames)
+    result = paired_difference(found[options.a], found[options.b], [window], resamples=2000)
+    print(f"{options.a} minus {options.b}, frames {window.label}")
+    for name in MEASURES:
+        if name in result:
+            low, high = result[name]["interval"]
+            print(f"{name:14} {result[name]['mean']:+.4f}  ({low:+.4f} to {high:+.4f})")
+
+
+if __name__ == "__main__":
+    main()
