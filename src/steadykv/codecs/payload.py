@@ -15,6 +15,7 @@ from ..errors import ConfigError, PayloadError, ShapeError
 from ..ops import centroid_values, full_precision
 from .base import FLAGS, Shape, TensorSpec
 from .files import read_tensors, write_tensors
+from .rotation import stored_rotation
 
 __all__ = ["Payload"]
 
@@ -77,6 +78,7 @@ class Payload:
         out: Tensor | None = None,
         start: int = 0,
         end: int | None = None,
+        rotated: bool = False,
     ) -> Tensor:
         """Tokens start..end, dense: [B, H, end - start, D] in `dtype`, or written into `out`.
 
@@ -84,8 +86,10 @@ class Payload:
         counts), so that a [B, S, H, D] buffer is filled through its transpose. Allocates the result
         unless `out` is given, and a few FP32 row blocks, bounded in `reference/decode.py`. Any
         slice equals the same rows of the whole.
+        rotated: leave the tokens of quarot in the frame that they are stored in, for queries turned
+        by `steadykv.rotate`; other methods have none.
         Raises ShapeError for a range outside the span, for a dtype other than BF16, FP16, FP32 and
-        FP64, and for an `out` that does not fit.
+        FP64, and for an `out` that does not fit; ConfigError for `rotated` tokens of other methods.
         """
         batch, heads, tokens, head_dim = self.shape
         end = tokens if end is None else end
@@ -106,11 +110,15 @@ class Payload:
             raise ShapeError(
                 f"out is {tuple(out.shape)} on {out.device}: expected {shape} on {self.device}"
             )
-        if out.numel():
-            from . import codec_for
+        from . import codec_for
 
+        codec = codec_for(self.config)
+        if rotated:
+            stored_rotation(codec, head_dim)
+        if out.numel():
+            decode = codec.decode_rotated if rotated else codec.decode
             with full_precision(self.device):
-                codec_for(self.config).decode(self.tensors, self.shape, out, start, end)
+                decode(self.tensors, self.shape, out, start, end)
         return out
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Payload:
