@@ -6,19 +6,49 @@ import torch
 from torch import Tensor
 
 
-def error_bound(x: Tensor, grid: str, bits: int, size: int, base: Tensor | None = None) -> Tensor:
+def error_bound(
+    x: Tensor,
+    grid: str,
+    bits: int,
+    size: int,
+    base: Tensor | None = None,
+    include_zero: bool = True,
+) -> Tensor:
     """FP32 [..., S, D] for groups of `size` channels of x; base: `scale_base` [...] if any.
 
-    Half a step, plus what the rounding of scale, minimum and zero point can move the ends.
+    Half a step, plus what the rounding of scale, minimum and zero point can move the ends; where
+    the range need not include zero, also what is cut off.
     """
     # Where FP16 rounds the base to zero, up to 255 of its smallest halves are lost.
     unit = torch.zeros(()) if base is None else base.float()[..., None, None] + 2**-17
-    bounds = [_group_bound(part, grid, bits, unit) for part in x.split(size, -1)]
+    bounds = [_group_bound(part, grid, bits, unit, include_zero) for part in x.split(size, -1)]
     parts = zip(bounds, x.split(size, -1), strict=True)
     return torch.cat([bound.expand_as(part) for bound, part in parts], -1) * (1 + 1e-5)
 
 
-def _group_bound(part: Tensor, grid: str, bits: int, base: Tensor) -> Tensor:
+def feedback_bound(
+    x: Tensor, bits: int, size: int, base: Tensor, include_zero: bool = True
+) -> Tensor:
+    """The same for grid "affine_zero" where feedback moves numbers before they are rounded: they
+    end somewhere on the grid, which reaches half a step beyond the group at most."""
+    unit = base.float()[..., None, None] + 2**-17
+    bounds = []
+    for part in x.split(size, -1):
+        span, beyond = _range(part, include_zero)
+        bound = span * (1 + 1 / (2 * (2**bits - 1))) + 2**bits * unit + beyond
+        bounds.append(bound.expand_as(part))
+    return torch.cat(bounds, -1) * (1 + 1e-5)
+
+
+def _range(part: Tensor, include_zero: bool) -> tuple[Tensor, Tensor]:
+    """What the grid "affine_zero" spans, and how far from zero a group lies beyond it."""
+    low, high = part.amin(-1, keepdim=True), part.amax(-1, keepdim=True)
+    if include_zero:
+        return high.clamp(min=0) - low.clamp(max=0), torch.zeros_like(low)
+    return high - low, torch.maximum(low, -high).clamp(min=0)
+
+
+def _group_bound(part: Tensor, grid: str, bits: int, base: Tensor, include_zero: bool) -> Tensor:
     low, high = part.amin(-1, keepdim=True), part.amax(-1, keepdim=True)
     peak = part.abs().amax(-1, keepdim=True)
     top, half_top = 2**bits - 1, 2 ** (bits - 1) - 1
@@ -36,7 +66,8 @@ def _group_bound(part: Tensor, grid: str, bits: int, base: Tensor) -> Tensor:
         off = e4m3_error(step)
         return (step + off) / 2 + top * off + e4m3_error(low.abs())
     # affine_zero: the scale is off by half a unit of base, and the zero point by half a step
-    return (high.clamp(min=0) - low.clamp(max=0)) / top + (top + 1) * base
+    span, beyond = _range(part, include_zero)
+    return span / top + (top + 1) * base + beyond
 
 
 def e4m3_error(value: Tensor) -> Tensor:

@@ -194,6 +194,17 @@ def test_tensors_as_json_with_chosen_methods(
     assert found["report"] == str(out / "report.html")
 
 
+def test_widths_reach_the_codec_through_the_list_of_methods(
+    captured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    method = "quarot@group_size=16+dim_splits=16x16"
+    arguments = ["--methods", f"kivi,{method}", "--json", "--out", str(tmp_path / "out")]
+    assert main(["tensors", str(captured), *arguments]) == 0
+    kivi, rotated = json.loads(capsys.readouterr().out)["rows"]
+    assert (kivi["method"], rotated["method"]) == ("kivi", method)
+    assert rotated["configuration"]["cache"]["keys"]["dim_splits"] == [16, 16]
+
+
 def test_a_users_own_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     k = sample_tokens()
     save_file({"k": k, "v": k + 1, "q": sample_queries(k)}, str(tmp_path / "own.safetensors"))

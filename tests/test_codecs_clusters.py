@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -51,6 +53,33 @@ def test_a_start_from_ids_wants_ids_of_as_many_tokens() -> None:
     for bare in (cold.centroids, WarmStart(cold.centroids)):  # type: ignore[arg-type]
         with pytest.raises(ShapeError, match="no ids"):
             encode(x, config, warm=bare)
+
+
+def test_a_start_of_the_wrong_kind_is_refused_in_one_line() -> None:
+    x = sample_tokens(tokens=80)
+    config = CodecConfig("qvg", centroids=16, warm_start="ids")
+    cold = encode(x, config)
+    centroids, ids = cold.centroids, cold.tensors["ids"]
+    assert centroids is not None
+    coded = encode(x, CodecConfig("qvg", centroids=16, centroid_format="fp8")).tensors["centroids"]
+    outside, below = ids.clone(), ids.to(torch.int64)
+    outside[0, 1, 0, 7], below[0, 0, 0, 3] = 16, -1
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("initial_centroids are torch.int32", {"initial_centroids": centroids.int()}),
+        ("initial_centroids are torch.float8_e4m3fn", {"initial_centroids": coded}),
+        ("warm centroids are torch.float64", {"warm": WarmStart(centroids.double(), ids)}),
+        ("warm ids are torch.float32", {"warm": WarmStart(centroids, ids.float())}),
+        ("warm ids are torch.bool", {"warm": WarmStart(centroids, ids > 3)}),
+        ("warm ids are 0 to 16: expected 0 to 15", {"warm": WarmStart(centroids, outside)}),
+        ("warm ids are -1 to 15", {"warm": WarmStart(centroids, below)}),
+    ]
+    for words, options in cases:
+        with pytest.raises(ShapeError, match=words) as error:
+            encode(x, config, **options)
+        assert "expected" in str(error.value)
+        assert "\n" not in str(error.value)
+    same = encode(x, config, warm=WarmStart(centroids.half(), ids.to(torch.int32)))
+    assert same == encode(x, config, warm=WarmStart(centroids.half().bfloat16(), ids))
 
 
 @pytest.mark.parametrize("method", ["qvg", "steady:qvg4"])

@@ -199,6 +199,8 @@ def test_rates_of_the_embedded_model() -> None:
         {"method": "qvg", "refit": True, "centroid_format": "fp8"},
         {"method": "steady", "metadata": "fp8"},
         {"method": "steady", "stages": 2},
+        {"method": "quantwm", "rank": 0, "coef_layout": "auto"},
+        {"method": "steady", "rank": 0, "retain": "always"},
     ],
     ids=str,
 )
@@ -317,6 +319,15 @@ def test_a_side_may_change_fields() -> None:
     assert parse_method("qvg@stages=3").keys.stages == 3
 
 
+def test_widths_are_joined_by_a_letter_that_separates_nothing_else() -> None:
+    config = parse_method("quarot@dim_splits=64x32+bits=4:quarot@dim_splits=96")
+    assert config.keys == CodecConfig("quarot", dim_splits=(64, 32), bits=4)
+    assert config.values == CodecConfig("quarot", dim_splits=(96,))
+    both = parse_method("quarot@dim_splits=128x128")
+    assert both.keys == both.values == CodecConfig("quarot", dim_splits=(128, 128))
+    assert CacheConfig.from_dict(json.loads(json.dumps(both.to_dict()))) == both
+
+
 def test_defaults_give_way_to_what_a_side_names() -> None:
     config = parse_method("quantwm@centroids=64:qvg4", centroids=32)
     assert (config.keys.centroids, config.values.centroids) == (64, 32)
@@ -339,6 +350,12 @@ def test_defaults_give_way_to_what_a_side_names() -> None:
         ("quantwm@scale_search=true:bf16", "scale_search"),
         ("qvg@bits=2.0", "bits"),
         ("qvg@method=kivi", "method"),
+        ("quarot@dim_splits=64/64", "joined by 'x', such as 64x64"),
+        ("quarot@dim_splits=64x", "joined by 'x'"),
+        ("quarot@dim_splits=64.0x64", "joined by 'x'"),
+        ("quarot@dim_splits=0x64", "integers above 0"),
+        ("quarot@dim_splits=96x32", "multiples of it"),
+        ("qvg@dim_splits=64x64", "dim_splits"),
     ],
 )
 def test_a_bad_change_is_named(text: str, word: str) -> None:

@@ -40,6 +40,7 @@ PUBLIC = [
     "explain",
     "parse_method",
     "preset",
+    "rotate",
     "use_backend",
 ]
 

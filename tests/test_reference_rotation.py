@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 
+import steadykv as skv
 from steadykv import ops
 from steadykv.codecs import Payload, encode
-from steadykv.config import CodecConfig
+from steadykv.config import PRESETS, CodecConfig, preset
 from steadykv.errors import ConfigError, ShapeError
 
 from .codecs import sample_queries, sample_tokens, sqnr
@@ -70,21 +72,103 @@ def rotated_values(payload: Payload, widths: tuple[int, ...]) -> torch.Tensor:
     return value.unflatten(0, (batch, heads))
 
 
-@pytest.mark.parametrize("widths", [(), (64, 32), (32, 32, 32)], ids=str)
-def test_rotated_queries_see_the_same_logits(widths: tuple[int, ...]) -> None:
+SPLITS = [(64, ()), (64, (32, 32)), (96, ()), (96, (64, 32)), (128, ()), (128, (64, 32, 32)),
+          (256, ()), (256, (128, 128))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("width", "splits"), SPLITS, ids=str)
+def test_rotated_queries_see_the_same_logits(width: int, splits: tuple[int, ...]) -> None:
     """Keys may stay rotated if queries are rotated too, and values if the output is."""
-    x = sample_tokens(2, 2, 70, 96)
-    payload = encode(x, CodecConfig("quarot", group_size=32, dim_splits=widths))
-    blocks = widths or (96,)
-    decoded, rotated = payload.decode(torch.float32), rotated_values(payload, blocks)
-    queries = sample_queries(x)
-    logits = queries @ decoded.mT
-    turned = ops.hadamard(queries, blocks) @ rotated.mT
-    scale = float(logits.abs().max())
-    torch.testing.assert_close(turned, logits, rtol=0, atol=1e-5 * scale)
-    weights = (logits / 96**0.5).softmax(-1)
-    output = ops.hadamard(weights @ rotated, blocks)
-    torch.testing.assert_close(output, weights @ decoded, rtol=0, atol=1e-4)
+    x = sample_tokens(2, 2, 70, width)
+    config = CodecConfig("quarot", group_size=32, dim_splits=splits)
+    payload = encode(x, config)
+    decoded = payload.decode(torch.float32)
+    rotated = payload.decode(torch.float32, rotated=True)
+    assert torch.equal(rotated, rotated_values(payload, splits or (width,)))
+    assert not torch.allclose(rotated, decoded, atol=0.1)
+    queries = sample_queries(x, group=2)  # two query heads read each key head
+    keys, turned_keys = (t.repeat_interleave(2, 1) for t in (decoded, rotated))
+    logits = queries @ keys.mT
+    turned = skv.rotate(queries, config) @ turned_keys.mT
+    torch.testing.assert_close(turned, logits, rtol=0, atol=1e-5 * float(logits.abs().max()))
+    expected, found = ((t / width**0.5).softmax(-1) for t in (logits, turned))
+    output = skv.rotate(found @ turned_keys, config)
+    # A weight is off by at most the factor e^(2d) for logits that are off by d.
+    off = float((turned - logits).abs().max()) / width**0.5
+    largest = float(keys.abs().max())
+    atol = (math.expm1(2 * off) + 1e-5) * largest
+    assert atol < 2e-3 * largest
+    torch.testing.assert_close(output, expected @ keys, rtol=0, atol=atol)
+
+
+def test_rotating_only_one_side_is_another_attention() -> None:
+    x = sample_tokens(1, 1, 50, 64)
+    config = CodecConfig("quarot")
+    payload, queries = encode(x, config), sample_queries(x)
+    logits = queries @ payload.decode(torch.float32).mT
+    for q, rotated in ((queries, True), (skv.rotate(queries, config), False)):
+        wrong = q @ payload.decode(torch.float32, rotated=rotated).mT
+        assert float((wrong - logits).norm() / logits.norm()) > 0.5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_queries_are_turned_in_their_own_dtype(dtype: torch.dtype) -> None:
+    config = CodecConfig("quarot", group_size=16, dim_splits=(64, 32))
+    queries = sample_queries(sample_tokens(2, 3, 9, 96)).to(dtype)
+    strided = queries.transpose(1, 2).contiguous().transpose(1, 2)  # BSHD memory
+    turned = skv.rotate(strided, config)
+    assert (turned.dtype, turned.shape, turned.is_contiguous()) == (dtype, queries.shape, True)
+    expected = (queries.double() @ matrix((64, 32))).to(dtype)
+    step = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 2**-20}[dtype]
+    torch.testing.assert_close(turned, expected, rtol=step, atol=1e-5)
+    assert torch.equal(strided, queries)
+    loud = torch.full((1, 96), torch.finfo(dtype).max, dtype=dtype)
+    assert skv.rotate(loud, config).isfinite().all()
+    assert skv.rotate(queries[:, :, :0], config).shape == (2, 3, 0, 96)
+
+
+def test_a_rotated_slice_goes_into_any_view() -> None:
+    payload = encode(sample_tokens(2, 3, 67, 80), CodecConfig("quarot", group_size=16))
+    whole = payload.decode(torch.float32, rotated=True)
+    buffer = torch.full((2, 20, 3, 80), math.nan)
+    out = buffer.transpose(1, 2)
+    assert payload.decode(out=out, start=13, end=33, rotated=True) is out
+    assert torch.equal(out, whole[:, :, 13:33])
+    assert torch.equal(payload.decode(rotated=True), whole.bfloat16())
+
+
+def test_methods_that_store_the_frame_of_the_host_have_no_other() -> None:
+    for name in PRESETS:
+        if name == "quarot":
+            continue
+        for config in {preset(name).keys, preset(name).values}:
+            with pytest.raises(ConfigError, match="in the frame of the host") as error:
+                skv.rotate(torch.zeros(1, 1, 8, 64), config)
+            assert "expected" in str(error.value)
+            for tokens in (0, 30):
+                if config.needs_calibration:
+                    continue
+                payload = encode(sample_tokens(tokens=tokens), config)
+                with pytest.raises(ConfigError, match=f"{config.method} stores"):
+                    payload.decode(rotated=True)
+
+
+def test_what_cannot_be_rotated_is_refused_in_one_line() -> None:
+    config = CodecConfig("quarot", dim_splits=(128, 128))
+    cases: list[tuple[type[Exception], str, Any, Any]] = [
+        (ShapeError, "head_dim is 128: expected 256", torch.zeros(2, 128), config),
+        (ShapeError, "torch.int64", torch.zeros(2, 256).long(), config),
+        (ShapeError, "torch.float64", torch.zeros(2, 256).double(), config),
+        (ShapeError, r"\(\) torch.float32", torch.tensor(1.0), config),
+        (ShapeError, "D at least 1", torch.zeros(2, 0), CodecConfig("quarot")),
+        (ShapeError, "x is list", [1.0], config),
+        (ConfigError, "config is a CacheConfig", torch.zeros(2, 256), preset("quarot")),
+    ]
+    for kind, words, x, given in cases:
+        with pytest.raises(kind, match=words) as error:
+            skv.rotate(x, given)
+        assert "expected" in str(error.value)
+        assert "\n" not in str(error.value)
 
 
 def test_the_error_is_that_of_the_rotated_groups() -> None:

@@ -141,6 +141,15 @@ def test_few_episodes_are_called_a_hint(episodes: int, hinted: bool) -> None:
     assert text.hints([row("qvg", 30.0)]) == []  # one walk has no intervals
 
 
+def test_a_calibration_on_the_walks_that_are_judged_is_said() -> None:
+    told = row("kvquant_calibrated", 30.0, n_episodes=12)
+    assert text.hints([told]) == []
+    shared = {"calibration": {"shared_walks": ["walk-1", "walk-2"]}}
+    (hint,) = text.hints([{**told, "configuration": shared}])
+    assert "fitted to walks of this comparison (walk-1 and walk-2)" in hint
+    assert text.hints([{**told, "configuration": {"calibration": {"shared_walks": []}}}]) == []
+
+
 @pytest.mark.parametrize(
     ("nbytes", "shown"), [(2.5 * 2**20, "2.50 MiB"), (14 << 20, "14.0 MiB"), (400 << 20, "400 MiB")]
 )

@@ -2,7 +2,7 @@
 
 One frame of each cache, and below it what differs from BF16.
 
-python docs/images/make_demo_image.py results/demo-... --frame 20
+python docs/images/make_demo_image.py results/demo-... --frame 18
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ STRENGTH, WIDTH, GAP, CAPTION = 8, 340, 10, 34
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--frame", type=int, default=20)
+    parser.add_argument("--frame", type=int, default=18)
     arguments = parser.parse_args()
     rows = [
         r

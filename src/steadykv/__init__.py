@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .cache import KVCache, LayerCache
-    from .codecs import Calibration, Payload, QueryMoment, SpanKey, decode, encode
+    from .codecs import Calibration, Payload, QueryMoment, SpanKey, decode, encode, rotate
     from .config import CacheConfig, CachePolicy, CodecConfig, parse_method, preset
     from .errors import (
         BackendUnavailable,
@@ -28,7 +28,7 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "cache": ("KVCache", "LayerCache"),
-    "codecs": ("Calibration", "Payload", "QueryMoment", "SpanKey", "decode", "encode"),
+    "codecs": ("Calibration", "Payload", "QueryMoment", "SpanKey", "decode", "encode", "rotate"),
     "config": ("CacheConfig", "CachePolicy", "CodecConfig", "parse_method", "preset"),
     "errors": (
         "BackendUnavailable",
@@ -67,6 +67,7 @@ __all__ = [
     "explain",
     "parse_method",
     "preset",
+    "rotate",
     "use_backend",
 ]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -13,8 +12,9 @@ from typing import Any
 from torch import Tensor
 
 from steadykv.cache.policy import TokenRange
+from steadykv.codecs.files import write_tensors
 from steadykv.config import CachePolicy
-from steadykv.errors import ConfigError, PayloadError, SteadyKVError
+from steadykv.errors import ConfigError, PayloadError
 
 __all__ = [
     "FORMAT",
@@ -215,27 +215,10 @@ def write_capture(
     rope: span -> FP32 [2, S, D/2] cosines and sines of its tokens, for keys stored before RoPE.
     Allocates nothing but the header. Raises SteadyKVError where the system refuses to write.
     """
-    from safetensors import SafetensorError
-    from safetensors.torch import save_file
-
     spans = sorted(spans, key=lambda span: (span.layer, span.index))
     entries = {span.index: span.entry() for span in spans}
     whole = dataclasses.replace(header, spans=tuple(entries[i] for i in sorted(entries)))
     tensors = {name: t for span in spans for name, t in span.tensors().items()}
     tensors |= {rope_name(index): table for index, table in (rope or {}).items()}
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.partial")
-    try:
-        save_file(tensors, str(partial), metadata={FORMAT: json.dumps(whole.to_dict())})
-        umask = os.umask(0)  # safetensors makes private files; others get what any file would
-        os.umask(umask)
-        os.chmod(partial, 0o666 & ~umask)
-        os.replace(partial, target)
-    except (OSError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
-        raise SteadyKVError(
-            f"could not write {target}: {reason}; free space or choose another folder"
-        ) from error
-    finally:
-        partial.unlink(missing_ok=True)
-    return target.stat().st_size
+    write_tensors(path, tensors, whole.to_dict())
+    return Path(path).stat().st_size

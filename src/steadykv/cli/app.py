@@ -9,6 +9,7 @@ import typer
 import steadykv
 from steadykv.cli.ablate import ablate
 from steadykv.cli.bench import bench
+from steadykv.cli.calibrate import calibrate
 from steadykv.cli.capture import capture
 from steadykv.cli.compare import compare
 from steadykv.cli.demo import demo
@@ -24,6 +25,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(compare)
 app.command()(capture)
+app.command()(calibrate)
 app.command()(tensors)
 app.command()(ablate)
 app.command()(bench)

@@ -12,6 +12,7 @@ import typer
 from steadykv.cli.common import checked_device, claimed, new_file, new_folder, progress_bar
 from steadykv.cli.options import (
     Device,
+    FirstWalk,
     Frames,
     Json,
     KeyRope,
@@ -21,7 +22,7 @@ from steadykv.cli.options import (
     Walks,
     World,
 )
-from steadykv.cli.values import byte_size, number_list
+from steadykv.cli.values import byte_size, number_list, walk_numbers
 
 if TYPE_CHECKING:
     from steadykv.evaluation.world_capture import CapturePlan
@@ -37,6 +38,7 @@ def capture(
         int, typer.Option(min=0, help="Later queries a span and layer, sampled from all passes.")
     ] = 256,
     episodes: WalkCount = 1,
+    first_walk: FirstWalk = 0,
     frames: Frames = 24,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the noise and of the sample.")] = 0,
     span_chunks: SpanChunks = 2,
@@ -71,7 +73,7 @@ def capture(
         from steadykv.world import load_episodes, load_world
 
         selection = Selection(**chosen, queries=queries, seed=seed)
-        rows = load_episodes(episodes, walks)
+        rows = load_episodes(walk_numbers(first_walk, episodes), walks)
         model = load_world(world, device=place, dtype=network_dtype(place))
         check_frames(frames, model.config.chunk_frames, rows.actions.shape[1])
         raise_on_interrupt()

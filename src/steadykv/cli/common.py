@@ -73,11 +73,13 @@ def checked_methods(
     *,
     keys: str | None = None,
     values: str | None = None,
+    calibrated: bool = False,
 ) -> list[str]:
     """The methods with "bf16", the original of every comparison, in front. Raises ConfigError.
 
     ``keys`` and ``values``, given together, add the method KEYS:VALUES. Everything that
-    can be wrong with them is found here, before a model is loaded.
+    can be wrong with them is found here, before a model is loaded. ``calibrated``: whether there is
+    a calibration for methods that need one.
     """
     from steadykv.config import CachePolicy
     from steadykv.evaluation.protocol import Protocol
@@ -95,6 +97,7 @@ def checked_methods(
         centroids=centroids,
         policy=CachePolicy(**policy),
         paired_against=paired,
+        calibrated=calibrated,
         shift=None,
     )
     return names
@@ -289,6 +292,7 @@ def report_failure(error: BaseException, typed: Sequence[str]) -> int | None:
             "compare": "a smaller --batch or fewer --frames",
             "capture": "fewer --episodes, --frames, --layers or --heads",
             "bench": "fewer --heads, --tokens or --queries",
+            "calibrate": "a capture of fewer --episodes, --frames, --spans or --heads",
             "tensors": "fewer --methods, or a file with shorter spans or fewer heads",
         }
         smaller = next((options[word] for word in typed if word in options), "fewer --frames")

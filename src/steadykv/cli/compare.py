@@ -17,8 +17,10 @@ from steadykv.cli.common import (
 )
 from steadykv.cli.options import (
     Batch,
+    CalibrationFile,
     Centroids,
     Device,
+    FirstWalk,
     Frames,
     Json,
     KeyRope,
@@ -34,6 +36,7 @@ from steadykv.cli.options import (
     Walks,
     World,
 )
+from steadykv.cli.values import walk_numbers
 
 METHODS = ("bf16", "kivi", "qvg", "qvg4", "quantwm")
 # Rollouts that share a batch. CPU: two cores are busy with few; CUDA: kernels of this small model
@@ -55,6 +58,7 @@ def compare(
     keys: Keys = None,
     values: Values = None,
     episodes: WalkCount = 8,
+    first_walk: FirstWalk = 0,
     seeds: SeedCount = 1,
     frames: Frames = 48,
     span_chunks: SpanChunks = 2,
@@ -62,6 +66,7 @@ def compare(
     sink_keep: Annotated[int, typer.Option(min=0, help="First frames kept in BF16.")] = 0,
     recent_keep: Annotated[int, typer.Option(min=0, help="Newest chunks kept in BF16.")] = 0,
     key_rope: KeyRopeOption = KeyRope.post,
+    calibration: CalibrationFile = None,
     paired: Annotated[
         str | None, typer.Option(help="Report every other method's difference from this one.")
     ] = None,
@@ -82,11 +87,20 @@ def compare(
     # The bar comes first: importing torch may take seconds.
     with progress_bar() as advance:
         policy = {"span_chunks": span_chunks, "sink_keep": sink_keep, "recent_keep": recent_keep}
-        names = checked_methods(methods, policy, centroids, paired, keys=keys, values=values)
+        names = checked_methods(
+            methods,
+            policy,
+            centroids,
+            paired,
+            keys=keys,
+            values=values,
+            calibrated=calibration is not None,
+        )
         folder = new_folder(out, "compare")
         table = None if rows is None else new_file(rows, "--rows")
         place = checked_device(device)
         from steadykv.cli.session import Session, network_dtype
+        from steadykv.codecs import Calibration
         from steadykv.evaluation.results import write_csv
 
         options: dict[str, Any] = {
@@ -101,7 +115,7 @@ def compare(
         session = Session(
             folder=folder,
             methods=names,
-            episodes=episodes,
+            episodes=walk_numbers(first_walk, episodes),
             seeds=range(seeds),
             frames=frames,
             device=place,
@@ -112,6 +126,7 @@ def compare(
             as_json=json,
             world_file=world,
             walks_file=walks,
+            calibration=None if calibration is None else Calibration.load(calibration),
         )
         result = session.run(advance)
         if table is not None:

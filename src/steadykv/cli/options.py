@@ -28,6 +28,9 @@ Keys = Annotated[
 ]
 Values = Annotated[str | None, typer.Option(help="With --keys: how that cache packs its values.")]
 WalkCount = Annotated[int, typer.Option(min=1, help="Held-out walks, from the first on.")]
+FirstWalk = Annotated[
+    int, typer.Option(min=0, help="Number of the first walk; those before it stay out.")
+]
 SeedCount = Annotated[int, typer.Option(min=1, help="Noise seeds a walk.")]
 Batch = Annotated[
     int | None, typer.Option(min=1, help="Rollouts that run together (default: by device).")
@@ -48,5 +51,9 @@ World = Annotated[
 Walks = Annotated[
     Path | None,
     typer.Option(help="Archive of other beginnings of walks (default: the shipped ones)."),
+]
+CalibrationFile = Annotated[
+    Path | None,
+    typer.Option("--calibration", help="What calibrate wrote, for methods with fixed levels."),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON only.")]

@@ -15,6 +15,7 @@ from steadykv.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+    from steadykv.codecs import Calibration
     from steadykv.evaluation.collector import ComparisonResult
     from steadykv.report.video import Frames
 
@@ -41,6 +42,7 @@ class Session:
     as_json: bool
     world_file: Path | None = None  # None: the shipped ones
     walks_file: Path | None = None
+    calibration: Calibration | None = None
     remark: str = ""  # about the one walk, if there is one
     videos: dict[str, Frames] = field(default_factory=dict, init=False)
     mp4: dict[str, bytes] = field(default_factory=dict, init=False)
@@ -74,6 +76,7 @@ class Session:
             self.seeds,
             self.frames,
             policy=policy,
+            calibration=self.calibration,
             out_dir=self.folder,
             on_progress=lambda done, total, label: advance(done, total, _step(label)),
             on_video=self._keep_video,

@@ -16,7 +16,7 @@ from steadykv.cli.common import (
     new_folder,
     progress_bar,
 )
-from steadykv.cli.options import METHODS_HELP, Device, Json, Out
+from steadykv.cli.options import METHODS_HELP, CalibrationFile, Device, Json, Out
 
 if TYPE_CHECKING:
     from steadykv.evaluation.tensor_comparison import TensorResult
@@ -34,6 +34,7 @@ def tensors(
         int | None,
         typer.Option(min=1, help="Cluster means per head and span (default: by span length)."),
     ] = None,
+    calibration: CalibrationFile = None,
     device: Device = "cpu",
     out: Out = None,
     rows: Annotated[
@@ -50,18 +51,25 @@ def tensors(
         place = checked_device(device)
         from steadykv.capture import open_capture
         from steadykv.cli.interrupts import raise_on_interrupt
+        from steadykv.codecs import Calibration
         from steadykv.evaluation.results import write_csv
-        from steadykv.evaluation.tensor_comparison import compare_tensors, configurations
+        from steadykv.evaluation.tensor_comparison import (
+            compare_tensors,
+            configurations,
+            default_methods,
+        )
 
         opened = open_capture(file)
-        if methods is not None:
-            configurations(opened, methods, centroids)
+        fixed = None if calibration is None else Calibration.load(calibration)
+        chosen = methods or default_methods(fixed is not None)
+        configurations(opened, chosen, centroids, fixed)
         raise_on_interrupt()
         with claimed(folder):
             result = compare_tensors(
                 opened,
-                methods,
+                chosen,
                 centroids=centroids,
+                calibration=fixed,
                 device=place,
                 on_progress=advance,
             )

@@ -27,6 +27,11 @@ def number_list(text: str | None, option: str) -> tuple[int, ...] | None:
     return tuple(sorted(numbers))
 
 
+def walk_numbers(first: int, count: int) -> int | list[int]:
+    """`count` walks from number `first` on, as `load_episodes` takes them."""
+    return list(range(first, first + count)) if first else count
+
+
 def byte_size(text: str, option: str) -> int:
     """ "512MiB", "2G" (powers of 1024), "1.5GB" (of 1000) or plain bytes. Raises ConfigError."""
     match = _SIZE.fullmatch(text.strip())

@@ -21,6 +21,7 @@ from .quarot import QuaRotCodec
 from .query_moment import QueryMoment
 from .qvg import QVGCodec
 from .qvg4 import QVG4Codec
+from .rotation import rotate
 from .rtn import RTNCodec
 from .steady import SteadyCodec
 
@@ -38,6 +39,7 @@ __all__ = [
     "decode",
     "encode",
     "payload_layout",
+    "rotate",
 ]
 
 CODECS: dict[str, type[Codec]] = {

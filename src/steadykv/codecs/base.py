@@ -173,6 +173,17 @@ class Codec(ABC):
     ) -> None:
         """Writes tokens start..end into `out` [B, H, end - start, D], any strides and dtype."""
 
+    def rotation(self, head_dim: int) -> tuple[int, ...]:
+        """Widths of the Hadamard blocks (`ops.hadamard`) that have turned what is stored; empty
+        where the frame is the host's."""
+        return ()
+
+    def decode_rotated(
+        self, tensors: Mapping[str, Tensor], shape: Shape, out: Tensor, start: int, end: int
+    ) -> None:
+        """As `decode`, without turning anything back."""
+        self.decode(tensors, shape, out, start, end)
+
     def encode_extra_nbytes(self, shape: Shape, block_nbytes: int) -> int:
         """Bytes that encoding takes beside all those copies, for a pass over [B, H, S, D].
 

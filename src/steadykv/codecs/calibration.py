@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ __all__ = ["CalibratedGrid", "Calibration", "grid_for"]
 FORMAT = "steadykv.calibration"
 VERSION = 1
 TENSORS = ("key", "value")
+KEY_FRAMES = {"post": "after", "pre": "before"}
 
 Key = tuple[int, str]
 Captured = Tensor | Sequence[Tensor]
@@ -54,11 +55,16 @@ class Calibration:
     """One `CalibratedGrid` a layer and tensor ("key" or "value").
 
     For configs with levels="calibrated" (preset "kvquant_calibrated"): hand it to `encode` and
-    `KVCache` as `calibration`. It depends on the frame of the captured keys: a calibration of keys
-    before RoPE is not one of keys after it. KVQuant (arXiv 2401.18079) Sec. 3.3 to 3.6.
+    `KVCache` as `calibration`. KVQuant (arXiv 2401.18079) Sec. 3.3 to 3.6.
+
+    key_rope: the captured keys were stored after ("post") or before ("pre") their rotary embedding;
+    a calibration of the one is none of the other. None where that is not known.
+    source: what else is known of the captured tensors, JSON-able.
     """
 
     grids: Mapping[Key, CalibratedGrid]
+    key_rope: str | None = None
+    source: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def fit(
@@ -67,6 +73,8 @@ class Calibration:
         config: CacheConfig,
         *,
         stats: Mapping[int, QueryMoment] | None = None,
+        key_rope: str | None = None,
+        source: Mapping[str, Any] | None = None,
     ) -> Calibration:
         """From captured K and V.
 
@@ -75,15 +83,19 @@ class Calibration:
             is held. All tokens of all batch rows count alike.
         config: its codec of keys, or of values, decides bits, outliers and the rest.
         stats: layer -> query statistics, where the key codec has level_weight="queries".
+        key_rope, source: of the result.
         Allocates about five FP32 copies of one entry; works on the tensors' device, and waits.
-        Raises ConfigError for codecs without calibration, ShapeError for tensors that do not fit,
-        NonFiniteError for NaN or Inf, CalibrationError for too few tokens or missing statistics.
+        Raises ConfigError for codecs without calibration or another key_rope, ShapeError for
+        tensors that do not fit, NonFiniteError for NaN or Inf, CalibrationError for too few tokens
+        or missing statistics.
         """
         if not isinstance(config, CacheConfig):
             raise ConfigError(
                 f"config is a {type(config).__name__}: expected a CacheConfig, as in "
                 "preset('kvquant_calibrated')"
             )
+        if key_rope not in (None, *KEY_FRAMES):
+            raise ConfigError(f"key_rope is {key_rope!r}: expected 'post', 'pre' or None")
         from .calibrating import fit_grid
 
         pairs = tensors.items() if isinstance(tensors, Mapping) else tensors
@@ -93,7 +105,32 @@ class Calibration:
             codec = config.keys if tensor == "key" else config.values
             moment = None if stats is None else stats.get(layer)
             grids[layer, tensor] = fit_grid(name, captured, codec, moment)
-        return cls(grids)
+        return cls(grids, key_rope, dict(source or {}))
+
+    def check(
+        self,
+        config: CacheConfig,
+        layers: Iterable[int],
+        heads: int,
+        head_dim: int,
+        key_rope: str | None = None,
+    ) -> None:
+        """Raises CalibrationError unless it fits a cache of that geometry.
+
+        key_rope: how the cache's keys are stored; None where that is not known.
+        """
+        for layer in layers:
+            for tensor, codec in zip(TENSORS, (config.keys, config.values), strict=True):
+                if codec.needs_calibration:
+                    grid_for(self, codec, layer, tensor, heads, head_dim)
+        if not config.keys.needs_calibration or self.key_rope is None or key_rope is None:
+            return
+        if self.key_rope != key_rope:
+            mine, theirs = KEY_FRAMES[self.key_rope], KEY_FRAMES[key_rope]
+            raise CalibrationError(
+                f"calibrated on keys {mine} their rotary embedding, got keys {theirs} it: expected "
+                f"equal frames; calibrate on a capture with --key-rope {key_rope}"
+            )
 
     @property
     def nbytes(self) -> int:
@@ -102,10 +139,13 @@ class Calibration:
 
     def to(self, device: torch.device | str) -> Calibration:
         """The same on another device."""
-        return Calibration({key: grid.to(device) for key, grid in self.grids.items()})
+        return replace(self, grids={key: grid.to(device) for key, grid in self.grids.items()})
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes one safetensors file; it appears under its name only when it is complete."""
+        """Writes one safetensors file; it appears under its name only when it is complete.
+
+        Raises SteadyKVError where the system refuses to write.
+        """
         entries = [
             {
                 "layer": layer,
@@ -122,7 +162,9 @@ class Calibration:
             for (layer, tensor), grid in self.grids.items()
             for name, t in grid.tensors.items()
         }
-        write_tensors(path, stored, {"format": FORMAT, "version": VERSION, "grids": entries})
+        header = {"format": FORMAT, "version": VERSION, "grids": entries}
+        header |= {"key_rope": self.key_rope, "source": dict(self.source)}
+        write_tensors(path, stored, header)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Calibration:
@@ -147,7 +189,13 @@ class Calibration:
                 f"{path} has tensors {sorted(tensors.keys() - names)} that its header does not "
                 "name: expected what save wrote"
             )
-        return cls(grids)
+        key_rope, source = header.get("key_rope"), header.get("source", {})
+        if key_rope not in (None, *KEY_FRAMES) or not isinstance(source, dict):
+            raise CalibrationError(
+                f"{path} has key_rope {key_rope!r} and source {source!r}: expected 'post', 'pre' "
+                "or null, and an object"
+            )
+        return cls(grids, key_rope, source)
 
 
 def grid_for(

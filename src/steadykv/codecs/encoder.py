@@ -49,9 +49,11 @@ def encode(
     stats: queries seen so far, for codecs that use them; None or no queries is a cold start.
     warm: payload of the span before, or its `WarmStart`, or its centroids [B, H, T, C, D]; starts
         k-means where `config.warm_start` is set and the geometry is the same, and is ignored
-        otherwise. `warm_start="ids"` needs more than the centroids.
+        otherwise. `warm_start="ids"` needs more than the centroids; its ids have to be below C,
+        which is checked on a CPU alone, as elsewhere it would wait for the device.
     span_key: layer, tensor and span, which seed a cold start.
-    initial_centroids: [B, H, T, min(C, S), D], overrides `warm` and the cold start.
+    initial_centroids: BF16, FP16 or FP32 [B, H, T, min(C, S), D], overrides `warm` and the cold
+        start. These and those of `warm` have to be finite: only the device could tell.
     calibration: for configs with levels="calibrated", and only for them; has an entry for the layer
         and tensor of `span_key`.
 
@@ -196,6 +198,7 @@ def _start_centroids(
     if initial is not None:
         if tuple(initial.shape) != wanted:
             raise ShapeError(f"initial_centroids are {tuple(initial.shape)}: expected {wanted}")
+        _check_centroids("initial_centroids", initial)
         return WarmStart(initial)
     if not kind or warm is None:
         return None
@@ -207,6 +210,7 @@ def _start_centroids(
         warm = WarmStart(warm)
     if tuple(warm.centroids.shape) != wanted:
         return None
+    _check_centroids("warm centroids", warm.centroids)
     if kind != "ids":
         return WarmStart(warm.centroids)
     if warm.ids is None:
@@ -214,4 +218,28 @@ def _start_centroids(
             "warm has no ids: expected a Payload or a WarmStart with ids, because warm_start is "
             "'ids'; set warm_start=True to start from centroids"
         )
-    return warm if tuple(warm.ids.shape) == layout["ids"].shape else None
+    if tuple(warm.ids.shape) != layout["ids"].shape:
+        return None
+    _check_ids(warm.ids, wanted[3])
+    return warm
+
+
+def _check_centroids(name: str, centroids: Tensor) -> None:
+    if centroids.dtype not in _DTYPES:
+        raise ShapeError(
+            f"{name} are {centroids.dtype}: expected bfloat16, float16 or float32; FP8 ones have a "
+            "scale beside them, which Payload.centroids multiplies"
+        )
+
+
+def _check_ids(ids: Tensor, clusters: int) -> None:
+    if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype == torch.bool:
+        raise ShapeError(f"warm ids are {ids.dtype}: expected integers, one a token and stage")
+    if ids.device.type != "cpu" or not ids.numel():
+        return
+    low, high = int(ids.long().min()), int(ids.long().max())
+    if low < 0 or high >= clusters:
+        raise ShapeError(
+            f"warm ids are {low} to {high}: expected 0 to {clusters - 1}, of the {clusters} "
+            "centroids beside them"
+        )

@@ -21,15 +21,25 @@ def write_tensors(
 ) -> None:
     """Writes one file, which appears under its name only when it is complete.
 
-    The header, JSON-able, is stored under the name in its own entry "format".
+    The header, JSON-able, is stored under the name in its own entry "format". Raises SteadyKVError
+    where the system refuses to write.
     """
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     target = Path(path)
-    partial = target.with_name(target.name + ".partial")
+    partial = target.with_name(f".{target.name}.partial")
     try:
         save_file(tensors, str(partial), metadata={header["format"]: json.dumps(header)})
+        umask = os.umask(0)  # safetensors makes private files; others get what any file would
+        os.umask(umask)
+        os.chmod(partial, 0o666 & ~umask)
         os.replace(partial, target)
+    except (OSError, SafetensorError) as error:
+        reason = " ".join(str(error).split())
+        raise SteadyKVError(
+            f"could not write {target}: {reason}; free space or choose another folder"
+        ) from error
     finally:
         partial.unlink(missing_ok=True)
 

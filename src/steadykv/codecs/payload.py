@@ -17,6 +17,7 @@ from ..ops import centroid_values, full_precision
 from ..reference.blocks import Heads
 from .base import FLAGS, Shape, TensorSpec
 from .files import read_tensors, write_tensors
+from .rotation import stored_rotation
 
 __all__ = ["Payload"]
 
@@ -79,6 +80,7 @@ class Payload:
         out: Tensor | None = None,
         start: int = 0,
         end: int | None = None,
+        rotated: bool = False,
     ) -> Tensor:
         """Tokens start..end, dense: [B, H, end - start, D] in `dtype`, or written into `out`.
 
@@ -87,8 +89,10 @@ class Payload:
         unless `out` is given, and without a kernel a few FP32 row blocks, bounded in
         `reference/decode.py`. Any slice equals the same rows of the whole. Does not wait for a GPU;
         `torch.compile` traces it without a break.
+        rotated: leave the tokens of quarot in the frame that they are stored in, for queries turned
+        by `steadykv.rotate`; other methods have none.
         Raises ShapeError for a range outside the span, for a dtype other than BF16, FP16, FP32 and
-        FP64, and for an `out` that does not fit.
+        FP64, and for an `out` that does not fit; ConfigError for `rotated` tokens of other methods.
         """
         batch, heads, tokens, head_dim = self.shape
         end = tokens if end is None else end
@@ -109,14 +113,17 @@ class Payload:
             raise ShapeError(
                 f"out is {tuple(out.shape)} on {out.device}: expected {shape} on {self.device}"
             )
-        if out.numel():
-            from . import codec_for
+        from . import codec_for
 
-            codec = codec_for(self.config)
+        codec = codec_for(self.config)
+        if rotated:
+            stored_rotation(codec, head_dim)
+        if out.numel():
+            decode = codec.decode_rotated if rotated else codec.decode
             # What `torch.compile` traces cannot set it; the operators do when they run.
             is_traced = torch.compiler.is_compiling()
             with nullcontext() if is_traced else full_precision(self.device):
-                codec.decode(self.tensors, self.shape, out, start, end)
+                decode(self.tensors, self.shape, out, start, end)
         return out
 
     @property

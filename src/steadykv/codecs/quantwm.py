@@ -29,6 +29,10 @@ class QuantWMCodec(QVG4Codec):
     `row_offsets` int32 [B·H + 1]; or nothing if no row is kept. Bits per element over qvg4: (8·r +
     16)/D + 16·r/S.
     A span without statistics has unit weights, no PSAC and the size of qvg4 (App. C.3).
+    Error of a number before PSAC, and without it: as qvg4. PSAC moves numbers that queries hardly
+    see, so no such bound of a single one is left; the norm of a token's error grows by at most
+    sqrt(r)·(0.57·`coef_scales` + 2^-17), from the rounding of coefficients and basis. With retain
+    "row", e^T M e of a token does not grow (up to FP32 rounding).
     """
 
     title = "QuantWM"

@@ -23,9 +23,9 @@ class QuaRotCodec(Codec):
     one block where head_dim is a power of two, else blocks of the largest power of two dividing
     each width of `dim_splits`.
 
-    Decoding multiplies the decoded rows y by Hd again and returns the frame of the host. The paper
-    keeps keys rotated and rotates the queries too, which is equivalent: (q·Hd)·y = q·(y·Hd), as Hd
-    is symmetric and orthonormal, so the logits are the same. For values, weights·(Y·Hd) =
+    Decoding multiplies the decoded rows y by Hd again and returns the frame of the host. As in the
+    paper, keys may stay rotated if the queries are rotated too: `Payload.decode(rotated=True)` and
+    `rotate(q, config)`. Hd is symmetric, so (q·Hd)·y = q·(y·Hd), and for values weights·(Y·Hd) =
     (weights·Y)·Hd: one rotation of the output. Both are up to the rounding of FP32.
 
     Payload: `codes` uint8 [B, H, S, ceil(D·bits/8)]; `scale`, `minimum` FP16 [B, H, S, G], G =
@@ -43,11 +43,7 @@ class QuaRotCodec(Codec):
     def layout(self, shape: Shape, compensated: bool) -> dict[str, TensorSpec]:
         """See `Codec.layout`. Raises ShapeError where `dim_splits` do not add up to D."""
         batch, heads, tokens, width = shape
-        if sum(self._widths(width)) != width:
-            raise ShapeError(
-                f"head_dim is {width}: expected {sum(self.config.dim_splits)}, the sum of "
-                f"dim_splits {self.config.dim_splits}"
-            )
+        self.rotation(width)
         groups = -(-width // self.config.group_size)
         metadata = TensorSpec((batch, heads, tokens, groups), torch.float16)
         row = ops.packed_length(width, self.config.bits)
@@ -57,7 +53,7 @@ class QuaRotCodec(Codec):
     def encode(self, x: Tensor, inputs: HeadInputs) -> Encoded:
         """See `Codec.encode`."""
         config = self.config
-        rotated = ops.hadamard(x, self._widths(x.shape[-1]))
+        rotated = ops.hadamard(x, self.rotation(x.shape[-1]))
         tensors, saturated = ops.group_quantize(
             rotated, GRID, config.bits, config.group_size, clip_ratio=config.clip_ratio
         )
@@ -67,18 +63,32 @@ class QuaRotCodec(Codec):
         self, tensors: Mapping[str, Tensor], shape: Shape, out: Tensor, start: int, end: int
     ) -> None:
         """See `Codec.decode`."""
-        config = self.config
-        ops.decode_grouped(
-            tensors,
-            out,
-            GRID,
-            config.bits,
-            config.group_size,
-            "channels",
-            start,
-            end,
-            rotation=self._widths(shape[-1]),
-        )
+        self._decode(tensors, out, start, end, self.rotation(shape[-1]))
 
-    def _widths(self, head_dim: int) -> tuple[int, ...]:
-        return self.config.dim_splits or (head_dim,)
+    def decode_rotated(
+        self, tensors: Mapping[str, Tensor], shape: Shape, out: Tensor, start: int, end: int
+    ) -> None:
+        """See `Codec.decode_rotated`."""
+        self._decode(tensors, out, start, end, ())
+
+    def rotation(self, head_dim: int) -> tuple[int, ...]:
+        """See `Codec.rotation`. Raises ShapeError where `dim_splits` do not add up to head_dim."""
+        widths = self.config.dim_splits or (head_dim,)
+        if sum(widths) != head_dim:
+            raise ShapeError(
+                f"head_dim is {head_dim}: expected {sum(widths)}, the sum of dim_splits {widths}"
+            )
+        return widths
+
+    def _decode(
+        self,
+        tensors: Mapping[str, Tensor],
+        out: Tensor,
+        start: int,
+        end: int,
+        rotation: tuple[int, ...],
+    ) -> None:
+        bits, size = self.config.bits, self.config.group_size
+        ops.decode_grouped(
+            tensors, out, GRID, bits, size, "channels", start, end, rotation=rotation
+        )

@@ -39,7 +39,8 @@ class QVGCodec(Codec):
     in place of 16·T·C/S, FP8 centroids have T·C·(8·D + 16)/(S·D); int8 adds 16/(S·D).
     Error, unless the flag `saturated` counts, for a group r of what the centroids leave and L =
     2^(bits-1) - 1: at most (s + d)/2 + L·d with s = max(max|r|/L, 2^-9) and d = max(s/16, 2^-10);
-    for "int8" s = max|r|/L and d = `scale_base` + 2^-17.
+    for "int8" s = max|r|/L and d = `scale_base` + 2^-17. `refit` keeps or lowers the squared error
+    of a head, not that of each number.
     """
 
     title = "QVG"

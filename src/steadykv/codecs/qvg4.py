@@ -24,7 +24,9 @@ class QVG4Codec(QVGCodec):
     Error, unless the flag `saturated` counts, for a group r of what the centroids leave: at most
     (max(r, 0) - min(r, 0))/(2^bits - 1) + 2^bits·(`scale_base` + 2^-17). With "fp8",
     s = max((max r - min r)/(2^bits - 1), 2^-9) and d(v) = max(v/16, 2^-10): at most
-    (s + d(s))/2 + (2^bits - 1)·d(s) + d(|min r|).
+    (s + d(s))/2 + (2^bits - 1)·d(s) + d(|min r|). With include_zero off, the first range is max r -
+    min r, and the distance of the group from zero comes on top. `scale_search` and `refit` keep or
+    lower the squared error of a group and of a head, not that of each number.
     """
 
     title = "QVG4"

@@ -22,6 +22,10 @@ class SteadyCodec(QuantWMCodec):
     Payload: that of quantwm, tensor for tensor; a decoder needs to know nothing of the feedback.
     A head is rounded plainly, as by quantwm, where it has no queries or a moment of zero (flag
     `feedback_active` 0), and where its moment cannot be factorised (flag `feedback_failed` 1).
+    Error of a number before PSAC, for a group r of what the centroids leave: feedback may carry it
+    anywhere, but it ends on the grid, which reaches half a step beyond the group. So at most
+    (1 + 1/(2·(2^bits - 1)))·(max(r, 0) - min(r, 0)) + 2^bits·(`scale_base` + 2^-17); the rest as
+    quantwm, and all of it where a head is rounded plainly.
     """
 
     title = "Steady"

@@ -236,6 +236,12 @@ class CodecConfig:
                 f"CodecConfig.axis is {self.axis!r} with level_weight='queries': expected "
                 "'tokens', because queries weigh the channels of keys"
             )
+        if not self.rank and (self.retain, self.coef_layout) != ("row", "dense"):
+            name = "coef_layout" if self.retain == "row" else "retain"
+            raise ConfigError(
+                f"CodecConfig.{name} is {getattr(self, name)!r} with rank=0: expected its default, "
+                "because nothing is corrected, or a rank above 0"
+            )
         if self.packing == "trits" and (self.bits != 2 or self.grid not in (None, "symmetric")):
             raise ConfigError(
                 f"CodecConfig.packing is 'trits' with bits={self.bits} and grid {self.grid!r}: "

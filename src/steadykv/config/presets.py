@@ -51,8 +51,9 @@ def parse_method(text: str, /, **defaults: Any) -> CacheConfig:
     """A preset, or "keys:values": the key codec of one preset and the value codec of another.
 
     "quantwm:bf16" packs the keys only. Either side may change fields after an "@", as in
-    "quantwm@rank=4+candidates=1" or "qvg@group_size=32:bf16". `defaults` are codec fields that are
-    set first, wherever a codec reads them. The result is named `text`.
+    "quantwm@rank=4+candidates=1" or "qvg@group_size=32:bf16"; widths are joined by "x", as in
+    "quarot@dim_splits=64x64". `defaults` are codec fields that are set first, wherever a codec
+    reads them. The result is named `text`.
     Raises ConfigError for an unknown preset or field, a value that does not fit, and two policies.
     """
     keys_text, colon, values_text = text.strip().partition(":")
@@ -88,8 +89,18 @@ def _side(text: str, defaults: dict[str, Any], used: tuple[str, ...]) -> CacheCo
         if field not in read:
             known = ", ".join(sorted(read))
             raise ConfigError(f"{text!r}: got {field!r}, expected a field read here: {known}")
-        overrides[field] = _number_or_word(value)
+        overrides[field] = _widths(text, value) if field == "dim_splits" else _number_or_word(value)
     return config.replace(**overrides)
+
+
+def _widths(text: str, value: str) -> tuple[int, ...]:
+    """ "64x64" as (64, 64): the one field of several numbers, without a separator of lists."""
+    parts = value.split("x")
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise ConfigError(
+            f"{text!r}: got dim_splits={value!r}, expected widths joined by 'x', such as 64x64"
+        )
+    return tuple(int(part) for part in parts)
 
 
 def _number_or_word(text: str) -> int | float | bool | str:

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from steadykv.codecs import Calibration
 from steadykv.config import CacheConfig, CachePolicy, preset
 from steadykv.errors import ConfigError
+from steadykv.evaluation.calibrated import describe_calibration
 from steadykv.evaluation.collector import (
     ComparisonResult,
     ResultCollector,
@@ -60,6 +62,7 @@ def run_comparison(
     frames: int = 48,
     *,
     policy: CachePolicy | None = None,
+    calibration: Calibration | None = None,
     out_dir: str | Path | None = None,
     on_progress: OnProgress | None = None,
     on_video: OnVideo | None = None,
@@ -68,14 +71,16 @@ def run_comparison(
     """Roll ``episodes`` out with every method and seed and compare each with BF16.
 
     ``policy`` defaults to spans of two chunks under the world's own window and sink; ``options``
-    are the other fields of :class:`Protocol`. Within a batch, the reference comes first, then the
+    are the other fields of :class:`Protocol`; ``calibration`` is for methods with fixed levels, and
+    only if there are some. Within a batch, the reference comes first, then the
     token shift, the methods in their order, and the floor. With ``out_dir`` (created if absent) the
     files ``metrics.json``, ``metrics.csv``, ``rollouts.json`` and ``token_shift.json`` are
     rewritten, each atomically, whenever a batch of a method is finished.
 
     Holds the reference videos of one batch, those of one method, and one cache at a time (during
     the token shift one cache per key codec). Global random generators are left alone.
-    Raises ConfigError (protocol, or a folder that already holds results) before anything runs, and
+    Raises ConfigError (protocol, or a folder that already holds results) and CalibrationError (one
+    for other layers, heads, codecs or another frame of keys) before anything runs, and
     SteadyKVError when a result cannot be written; files written before stay.
     """
     if policy is None:
@@ -83,8 +88,9 @@ def run_comparison(
         policy = CachePolicy(
             span_chunks=2, window_frames=shape.window_frames, sink_frames=shape.sink_frames
         )
+    options["calibrated"] = calibration is not None
     protocol = Protocol(tuple(methods), tuple(seeds), frames, policy, **options)
-    return _Comparison(world, episodes, protocol, out_dir, on_progress, on_video).run()
+    return _Comparison(world, episodes, protocol, calibration, out_dir, on_progress, on_video).run()
 
 
 @dataclass(frozen=True)
@@ -105,6 +111,7 @@ class _Comparison:
         world: WorldModel,
         episodes: Episodes,
         protocol: Protocol,
+        calibration: Calibration | None,
         out_dir: str | Path | None,
         on_progress: OnProgress | None,
         on_video: OnVideo | None,
@@ -113,6 +120,7 @@ class _Comparison:
         self.on_progress, self.on_video = on_progress, on_video
         self.device = next(world.parameters()).device
         self.configs = protocol.configurations()
+        self.calibration = self._checked(calibration)
         # Where all keys stay as they are, no selection can change.
         has_packed_keys = any(not config.keys.is_dense for config in self.configs.values())
         self.shift_options = protocol.shift if has_packed_keys else None
@@ -179,6 +187,16 @@ class _Comparison:
             records = compare_batch(method, reference, video, batch.rows, batch.seeds, own_shift)
             self.collector.add(method, records, cost)
 
+    def _checked(self, calibration: Calibration | None) -> Calibration | None:
+        """On the world's device. Raises CalibrationError where it does not fit a method."""
+        if calibration is None:
+            return None
+        shape = self.world.config
+        size = range(shape.num_layers), shape.num_heads, shape.head_dim
+        for config in self.configs.values():
+            calibration.check(config, *size, self.protocol.key_rope)
+        return calibration.to(self.device)
+
     # --- rollouts ---------------------------------------------------------------------------
 
     def _roll_out(
@@ -196,6 +214,7 @@ class _Comparison:
                 method=method,
                 attention=attention_of(method),
                 key_rope=self.protocol.key_rope,
+                calibration=self.calibration,
                 on_chunk=on_chunk,
             )
         for index in range(batch.kept):
@@ -223,6 +242,7 @@ class _Comparison:
             frames=min(self.first_packed, self.protocol.frames) if on_cuda else chunk,
             attention=attention_of(method),
             key_rope=self.protocol.key_rope,
+            calibration=self.calibration,
         )
 
     def _measure_shift(self, batch: _Batch, reference: torch.Tensor) -> TokenShift | None:
@@ -242,6 +262,7 @@ class _Comparison:
             example_rows=batch.kept,
             reference=self.reference_config,
             device=self.device,
+            calibration=self.calibration,
             rotation=None if self.protocol.key_rope == "post" else rotation_of(shape, self.device),
         )
         with self._progress(f"token shift, {batch.label}", frames) as on_chunk:
@@ -282,7 +303,11 @@ class _Comparison:
     def _configuration(self) -> dict[str, Any]:
         """What all rows share, JSON-able."""
         protocol, shift = self.protocol, self.shift_options
-        return {
+        found: dict[str, Any] = {}
+        if self.calibration is not None:
+            walks = [{"episode": name} for name in self.episodes.names]
+            found["calibration"] = describe_calibration(self.calibration, walks)
+        return found | {
             "key_rope": protocol.key_rope,
             "frames": protocol.frames,
             "context_frames": self.world.config.chunk_frames,

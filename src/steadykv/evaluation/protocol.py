@@ -9,6 +9,7 @@ from typing import Literal
 from steadykv.cache.policy import Piece, SpanPolicy
 from steadykv.config import CacheConfig, CachePolicy, parse_method
 from steadykv.errors import ConfigError
+from steadykv.evaluation.calibrated import check_need
 
 FLOOR = "floor"
 """Name of the noise floor: BF16 again, attention computed by another implementation."""
@@ -124,6 +125,7 @@ class Protocol:
         leaves each preset's own.
     max_batch: rollouts that share one batch. Bytes and seconds are reported per rollout.
     paired_against: method whose difference from each other method is reported with an interval.
+    calibrated: methods with fixed levels are allowed, as a `Calibration` is at hand.
     keep_videos: the first so many rollouts' videos are returned; the shown query is one of theirs.
     """
 
@@ -136,6 +138,7 @@ class Protocol:
     max_batch: int = 8
     shift: ShiftOptions | None = field(default_factory=ShiftOptions)
     paired_against: str | None = None
+    calibrated: bool = False
     keep_videos: int = 1
     key_rope: Literal["post", "pre"] = "post"
     confidence: float = 0.95
@@ -151,7 +154,8 @@ class Protocol:
         for name in ("frames", "max_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected 1 or more")
-        self.configurations()  # an unknown method is refused before anything is loaded
+        configs = self.configurations()  # an unknown method is refused before anything is loaded
+        check_need(configs, self.calibrated, "compare --calibration FILE")
         known = self.methods
         against = {"paired_against": self.paired_against}
         if self.shift is not None:
@@ -169,11 +173,6 @@ class Protocol:
     def _configuration(self, method: str) -> CacheConfig:
         defaults = {} if self.centroids is None else {"centroids": self.centroids}
         config = parse_method(method, **defaults)
-        if config.needs_calibration:
-            raise ConfigError(
-                f"method {method!r} needs a calibration, which a comparison cannot make; expected "
-                "one with levels='online', such as kvquant (KVCache takes calibration=)"
-            )
         own = config.policy
         return config.replace(
             name=method,

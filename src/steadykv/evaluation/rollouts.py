@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from steadykv.cache import KVCache
+from steadykv.codecs import Calibration
 from steadykv.config import CacheConfig
 from steadykv.errors import NonFiniteError
 from steadykv.evaluation.aggregate import MethodCost, RolloutRecord
@@ -82,8 +83,13 @@ def join_costs(config: CacheConfig, batches: Sequence[BatchCost]) -> MethodCost:
     )
 
 
-def new_cache(world: WorldModel, config: CacheConfig) -> KVCache:
-    """An empty cache of the world's geometry on its device, dense tokens in BF16."""
+def new_cache(
+    world: WorldModel, config: CacheConfig, calibration: Calibration | None = None
+) -> KVCache:
+    """An empty cache of the world's geometry on its device, dense tokens in BF16.
+
+    calibration: used where a codec asks for one.
+    """
     shape = world.config
     return KVCache(
         num_layers=shape.num_layers,
@@ -94,6 +100,7 @@ def new_cache(world: WorldModel, config: CacheConfig) -> KVCache:
         layout="BSHD",
         dtype=torch.bfloat16,
         device=next(world.parameters()).device,
+        calibration=calibration if config.needs_calibration else None,
     )
 
 
@@ -108,6 +115,7 @@ def run_batch(
     method: str | None = None,
     attention: AttentionBackend = "sdpa",
     key_rope: KeyRope = "post",
+    calibration: Calibration | None = None,
     on_chunk: OnChunk | None = None,
 ) -> tuple[torch.Tensor, BatchCost]:
     """Roll out one batch with a fresh cache: its video uint8 [B, T, H, W, 3] (CPU) and its cost.
@@ -116,7 +124,7 @@ def run_batch(
     NonFiniteError, with ``method`` (default: the name of ``config``) in it, after the first chunk
     that brought NaN or Inf.
     """
-    cache = new_cache(world, config)
+    cache = new_cache(world, config, calibration)
     chunk_frames = world.config.chunk_frames
     over_time = [0.0, 0]
 
@@ -158,12 +166,13 @@ def warm_up(
     frames: int,
     attention: AttentionBackend = "sdpa",
     key_rope: KeyRope = "post",
+    calibration: Calibration | None = None,
 ) -> None:
     """A throwaway rollout of the first row: what only the first pass pays is paid before timing."""
     rollout(
         world,
         rows.select([0]),
-        new_cache(world, config),
+        new_cache(world, config, calibration),
         frames,
         attention=attention,
         key_rope=key_rope,

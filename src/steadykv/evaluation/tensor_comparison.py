@@ -12,8 +12,10 @@ import torch
 
 from steadykv.cache.packing import DENSE_BITS
 from steadykv.capture import CaptureFile, SpanTensors, rotate_pairs
+from steadykv.codecs import Calibration
 from steadykv.config import PRESETS, CacheConfig, parse_method, preset
 from steadykv.errors import ConfigError, SteadyKVError
+from steadykv.evaluation.calibrated import check_for_file, describe_calibration
 from steadykv.evaluation.metrics.tensors import attention_errors, relative_error, sqnr_db
 from steadykv.evaluation.protocol import TOP_K
 from steadykv.evaluation.provenance import environment
@@ -57,10 +59,11 @@ class TensorResult:
         return {"version": SCHEMA_VERSION, **asdict(self)}
 
 
-def default_methods() -> tuple[str, ...]:
+def default_methods(is_calibrated: bool = False) -> tuple[str, ...]:
     """Every preset that packs something by itself; of those with equal codecs, one.
 
-    What needs a calibration is left out: fitted to the file that it is judged on, it would win.
+    What needs a calibration is left out unless there is one: fitted to the file that it is judged
+    on, it would win.
     """
     seen: set[Any] = set()
     names = []
@@ -68,7 +71,8 @@ def default_methods() -> tuple[str, ...]:
         config = preset(name)
         codecs = (config.keys, config.values)
         is_dense = all(codec.is_dense for codec in codecs)
-        if codecs not in seen and not is_dense and not config.needs_calibration:
+        is_ready = is_calibrated or not config.needs_calibration
+        if codecs not in seen and not is_dense and is_ready:
             names.append(name)
         seen.add(codecs)
     return tuple(names)
@@ -83,9 +87,16 @@ def automatic_centroids(tokens: int) -> int:
 
 
 def configurations(
-    file: CaptureFile, methods: Sequence[str], centroids: int | None
+    file: CaptureFile,
+    methods: Sequence[str],
+    centroids: int | None,
+    calibration: Calibration | None = None,
 ) -> dict[str, CacheConfig]:
-    """Method -> configuration. Raises ConfigError for unknown or repeated names."""
+    """Method -> configuration.
+
+    Raises ConfigError for unknown or repeated names and for methods that need a calibration if
+    there is none, or the reverse; CalibrationError for one that does not fit a method or the file.
+    """
     if not methods or len(set(methods)) != len(methods):
         raise ConfigError(f"methods is {list(methods)}; expected at least one, and none twice")
     count = centroids
@@ -95,6 +106,7 @@ def configurations(
     for method in methods:
         config = parse_method(method)
         found[method] = config.with_span(config.policy.span_chunks, count).replace(name=method)
+    check_for_file(calibration, found, file)
     return found
 
 
@@ -103,18 +115,22 @@ def compare_tensors(
     methods: Sequence[str] | None = None,
     *,
     centroids: int | None = None,
+    calibration: Calibration | None = None,
     device: torch.device | str = "cpu",
     on_progress: OnProgress | None = None,
 ) -> TensorResult:
     """Pack every span of `file` with every method (default: `default_methods`) and compare.
 
     centroids: of clustering codecs; None is `automatic_centroids` of the longest span.
+    calibration: for methods with fixed levels, and only if there are some.
     One cell is on the device at a time, with one method's result. A method that refuses these
-    tensors is left out and named in `skipped`. Raises ConfigError for unknown methods, PayloadError
+    tensors is left out and named in `skipped`. Raises what `configurations` raises, PayloadError
     for NaN or Inf in the file, and what the codecs raise if all of them refuse.
     """
-    configs = configurations(file, methods or default_methods(), centroids)
-    packers = {method: SpanPacker(config) for method, config in configs.items()}
+    names = methods or default_methods(calibration is not None)
+    configs = configurations(file, names, centroids, calibration)
+    fixed = None if calibration is None else calibration.to(device)
+    packers = {method: SpanPacker(config, fixed) for method, config in configs.items()}
     result = TensorResult(file=_describe(file), environment=environment(device))
     refusal: SteadyKVError | None = None
     done, total = 0, len(file.cells) * len(packers)
@@ -137,6 +153,12 @@ def compare_tensors(
         raise refusal
     result.cells = [found for found in result.cells if found["method"] in packers]
     result.rows = [_row(configs[method], result.cells) for method in packers]
+    if calibration is not None:
+        judged = () if file.header is None else file.header.rows
+        found = describe_calibration(calibration, judged)
+        for row in result.rows:
+            if configs[row["method"]].needs_calibration:
+                row["configuration"]["calibration"] = found
     result.notes = _notes(file, configs, result)
     return result
 
@@ -269,6 +291,12 @@ def _notes(
             notes.append(
                 f"{own['method']} takes {own['bits_per_element']:.1f} bits: a cache would keep "
                 "spans this short dense"
+            )
+        shared = own["configuration"].get("calibration", {}).get("shared_walks")
+        if shared:
+            notes.append(
+                f"{own['method']} was calibrated on walks that it is judged on here "
+                f"({'; '.join(shared)}): its errors on others may be larger"
             )
     if any(shape[1] > shape[2] for shape in result.file["shapes"]):
         notes.append(

@@ -10,7 +10,7 @@ import torch
 
 from steadykv.cache.segments import part_of
 from steadykv.capture import SpanTensors
-from steadykv.codecs import Payload, QueryMoment, SpanKey, encode
+from steadykv.codecs import Calibration, Payload, QueryMoment, SpanKey, encode
 from steadykv.config import CacheConfig, CodecConfig
 
 SIDES = ("keys", "values")
@@ -41,10 +41,11 @@ class SpanPacker:
 
     As in `LayerCache`, the keys alone get query statistics, a first span has none (unless its codec
     says `first_span="own"`), and a warm start needs the span directly before, of equal length.
+    calibration: used where a codec asks for one.
     """
 
-    def __init__(self, config: CacheConfig) -> None:
-        self.config = config
+    def __init__(self, config: CacheConfig, calibration: Calibration | None = None) -> None:
+        self.config, self.calibration = config, calibration
         self._before: tuple[int, int] | None = None
         self._payloads: dict[str, Payload] = {}
         self._is_warmed_up = False
@@ -92,7 +93,14 @@ class SpanPacker:
         )
         key = SpanKey(span.layer, side.removesuffix("s"), span.span)
         started = _now(x.device)
-        payload = encode(x, codec, stats=stats, warm=before if is_warm else None, span_key=key)
+        payload = encode(
+            x,
+            codec,
+            stats=stats,
+            warm=before if is_warm else None,
+            span_key=key,
+            calibration=self.calibration if codec.needs_calibration else None,
+        )
         encoded = _now(x.device)
         decoded = payload.decode(dtype=x.dtype)
         finished = _now(x.device)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from steadykv.cache import KVCache, Ledger
+from steadykv.codecs import Calibration
 from steadykv.config import CacheConfig, CodecConfig, preset
 from steadykv.errors import ConfigError
 from steadykv.evaluation.protocol import ShiftOptions
@@ -71,7 +72,7 @@ class ShiftProbe:
     reference: policy of the BF16 cache that answers (its window must be the methods').
     patch_columns: patches in a row of a frame, to place tokens in the picture.
     example_rows: rollouts of the batch among which the shown query is chosen; 0 records none.
-    layout, dtype, device: as of `KVCache`.
+    layout, dtype, device, calibration: as of `KVCache`; the last for shadows that ask for one.
     rotation: the rotary embedding of a host that stores keys before it (see `ProbeLayer`).
 
     Nothing is copied to the host before `result()`. Beside the caches, decoded keys of the packed
@@ -95,6 +96,7 @@ class ShiftProbe:
         layout: str = "BSHD",
         dtype: torch.dtype = torch.bfloat16,
         device: str | torch.device = "cpu",
+        calibration: Calibration | None = None,
         rotation: Rotation | None = None,
     ) -> None:
         def cache(config: CacheConfig) -> KVCache:
@@ -107,6 +109,7 @@ class ShiftProbe:
                 layout=layout,
                 dtype=dtype,
                 device=device,
+                calibration=calibration if config.needs_calibration else None,
             )
 
         self.options = options

@@ -240,13 +240,21 @@ def about_table(rows: Sequence[Row]) -> list[str]:
 
 def hints(rows: Sequence[Row]) -> list[str]:
     """What weakens the numbers of this run and has to be said beside them."""
+    found = []
     episodes = [row["n_episodes"] for row in rows if row["intervals"] is not None]
-    if not episodes or min(episodes) >= FEW_EPISODES:
-        return []
-    return [
-        f"With {number_word(min(episodes))} episodes the confidence intervals are too narrow: take "
-        f"them as a hint, and run at least {number_word(FEW_EPISODES)} for ones that hold."
-    ]
+    if episodes and min(episodes) < FEW_EPISODES:
+        found.append(
+            f"With {number_word(min(episodes))} episodes the confidence intervals are too narrow: "
+            f"take them as a hint, and run at least {number_word(FEW_EPISODES)} for ones that hold."
+        )
+    configuration = rows[0].get("configuration", {}) if rows else {}
+    shared = configuration.get("calibration", {}).get("shared_walks")
+    if shared:
+        found.append(
+            f"The calibration was fitted to walks of this comparison ({listed(shared)}): "
+            "calibrated methods may do worse on others."
+        )
+    return found
 
 
 def about_pairs(against: str) -> str:
