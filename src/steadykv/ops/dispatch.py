@@ -56,11 +56,13 @@ KERNELS: tuple[str, ...] = (
 
 OLDEST_CAPABILITY = (8, 0)  # BF16 in the matrix units
 
+HAS_TRITON = find_spec("triton") is not None
+
 
 def _refuse_triton(op: str, device: torch.device, named: bool) -> str | None:
     if op not in KERNELS:
         return "it has no kernel"
-    if not find_spec("triton"):
+    if not HAS_TRITON:
         return "triton is not installed: pip install 'steadykv[triton]'"
     if os.environ.get("TRITON_INTERPRET") == "1":  # for tests: slow, so never chosen by itself
         return None if named else "triton interprets here: name the backend to use it"
