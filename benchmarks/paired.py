@@ -33,6 +33,14 @@ def read_rollouts(path: Path) -> dict[str, list[RolloutRecord]]:
     return found
 
 
+def of_method(path: Path, method: str) -> list[RolloutRecord]:
+    """The rollouts of one method; ends the program if there are none."""
+    found = read_rollouts(path)
+    if method not in found:
+        raise SystemExit(f"no rollouts of {method}: there are {', '.join(found)}")
+    return found[method]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -41,14 +49,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("a")
     parser.add_argument("b")
     parser.add_argument("--first-frame", type=int, default=6)
+    parser.add_argument("--other", type=Path, help="where b is, if in another file")
     options = parser.parse_args(arguments)
-    found = read_rollouts(options.rollouts)
-    missing = {options.a, options.b} - found.keys()
-    if missing:
-        raise SystemExit(f"no rollouts of {sorted(missing)}: there are {', '.join(found)}")
-    frames = len(found[options.a][0].mse_by_frame)
-    window = FrameWindow(options.first_frame, frames)
-    result = paired_difference(found[options.a], found[options.b], [window], resamples=2000)
+    a = of_method(options.rollouts, options.a)
+    b = of_method(options.other or options.rollouts, options.b)
+    window = FrameWindow(options.first_frame, len(a[0].mse_by_frame))
+    result = paired_difference(a, b, [window], resamples=2000)
     print(f"{options.a} minus {options.b}, frames {window.label}")
     for name in MEASURES:
         if name in result:
