@@ -14,6 +14,10 @@ from .base import Codec, Encoded, HeadInputs, Shape, TensorSpec, check_trits
 
 __all__ = ["QVGCodec"]
 
+# Stage t may leave 2^t times the largest number, and means are sums of S numbers first: from here
+# on up to 16·10^7 of them fit into FP32.
+STAGED_MAX = 1e30
+
 
 class QVGCodec(Codec):
     """k-means stages, then grid `symmetric` on what is left.
@@ -28,7 +32,7 @@ class QVGCodec(Codec):
     Error, unless the flag `saturated` counts, for a group r of what the centroids leave and L =
     2^(bits-1) - 1: at most (s + d)/2 + L·d with s = max(max|r|/L, 2^-9) and d = max(s/16, 2^-10);
     for "int8" s = max|r|/L and d = `scale_base` + 2^-17. `refit` keeps or lowers the squared error
-    of a head, not that of each number.
+    of a head, not that of each number. With several stages numbers beyond 1e30 saturate to it.
     """
 
     title = "QVG"
@@ -81,6 +85,10 @@ class QVGCodec(Codec):
         config = self.config
         residual, clustered, stages, all_ids = x, x, [], []
         saturated = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        if config.stages > 1:
+            # Head by head, as a mask and its sum are copies of what they are made of.
+            saturated += torch.stack([torch.count_nonzero(head.abs() > STAGED_MAX) for head in x])
+            x.clamp_(-STAGED_MAX, STAGED_MAX)
         for stage in range(config.stages):
             ids, values, stored, lost = self.cluster(residual, inputs, stage)
             assert ids is not None
