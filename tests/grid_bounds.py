@@ -5,6 +5,81 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from steadykv import ops
+from steadykv.codecs import Payload, codec_for
+
+GRIDS = {
+    ("rtn", None): "affine_min",
+    ("kivi", None): "affine_min",
+    ("quarot", None): "affine_min",
+    ("qvg", "fp8"): "symmetric",
+    ("qvg", "int8"): "symmetric_int8",
+    ("four levels", "int8"): "affine_zero",
+    ("four levels", "fp8"): "affine_min_fp8",
+}
+
+
+def token_bound(x: Tensor, payload: Payload) -> Tensor:
+    """How large the docstring of the codec lets the error of each token be, while nothing
+    saturates: FP64 norms [B, H, S] for FP32 x [B, H, S, D]."""
+    config = payload.config
+    if config.method == "bf16":
+        bound = dense_bound(x)
+    elif config.method == "kvquant":
+        bound = nonuniform_bound(x, payload)
+    else:
+        bound = grouped_bound(x, payload) + x.abs() * 2**-20
+    allowed = bound.double().norm(dim=-1)
+    if "basis" in payload.tensors:  # PSAC
+        alpha = payload.tensors["coef_scales"].double()
+        if "row_index" in payload.tensors:  # sparse: the largest of any row
+            alpha = alpha.max()
+        allowed += payload.tensors["basis"].shape[-1] ** 0.5 * (0.57 * alpha + 2**-17)
+    return allowed
+
+
+def dense_bound(x: Tensor) -> Tensor:
+    """Of BF16."""
+    return x.abs() * 2**-8 + 2.0**-134
+
+
+def nonuniform_bound(x: Tensor, payload: Payload) -> Tensor:
+    """Of kvquant: dense first tokens, inliers and outliers."""
+    first = payload.tensors["dense"].shape[2] if "dense" in payload.tensors else 0
+    bound, rest = dense_bound(x), x[:, :, first:]
+    if rest.numel():
+        half, center = (payload.tensors[name].float() for name in ("half", "center"))
+        shape = (*x.shape[:2], 1, -1) if payload.config.axis == "tokens" else (len(x), 1, -1, 1)
+        largest = 1 + payload.tensors["levels"].float().abs().amax()
+        inlier = half * largest + (2**-11 * (half + center.abs()) + 2**-25) * (1 + largest)
+        outlier = 2**-11 * rest.abs() + 2**-25
+        bound[:, :, first:] = torch.maximum(inlier.view(shape), outlier) * (1 + 2**-20)
+    return bound
+
+
+def grouped_bound(x: Tensor, payload: Payload) -> Tensor:
+    """Of groups, rounded plainly or with feedback, in the frame in which they are rounded."""
+    config, tensors = payload.config, payload.tensors
+    left, peak = x, x.new_zeros(())
+    if payload.centroids is not None:
+        for stage in range(config.stages):
+            table, ids = payload.centroids[:, :, stage], tensors["ids"][:, :, stage].long()
+            means = ops.gather_centroids(table.flatten(0, 1), ids.flatten(0, 1))
+            left = left - means.view(x.shape)
+    if rotation := codec_for(config).rotation(x.shape[-1]):
+        left = ops.hadamard(x.flatten(0, 1), rotation).view(x.shape)
+        peak = (1 - config.clip_ratio) * left.abs().amax(-1, keepdim=True)
+    method = config.method if (config.method, config.metadata) in GRIDS else "four levels"
+    grid = GRIDS[method, config.metadata] if config.grid != "symmetric" else "symmetric"
+    sizes, base = (config.bits, config.group_size), tensors.get("scale_base")
+    if config.axis == "tokens":
+        return error_bound(left.mT, grid, *sizes).mT
+    bound = error_bound(left, grid, *sizes, base, config.include_zero) + peak
+    if base is not None and "feedback_active" in payload.flags:
+        moved = feedback_bound(left, *sizes, base, config.include_zero)
+        bound = torch.where(payload.flags["feedback_active"][..., None, None] > 0, moved, bound)
+    return bound
+
 
 def error_bound(
     x: Tensor,

@@ -95,6 +95,7 @@ def test_warm_start_compares_every_start(
     for side in ("k", "v"):  # from another start, other clusters
         assert len({error[side, start, "2"] for start in warm_start.STARTS}) == 3
         assert error[side, "cold", "16"] < error[side, "cold", "0"]
+    assert all(float(r["seconds"]) > 0 for r in rows)
     assert f"{error['k', 'ids', '1']:.4f}" in capsys.readouterr().out
 
 

@@ -264,6 +264,42 @@ def test_numbers_that_are_not_finite_get_one_line(part: str, bad: float, tmp_pat
         file.load((0, 0))
 
 
+@pytest.mark.parametrize(
+    ("at", "value", "match"),
+    [
+        (None, -1, "moment_count reaches -1, expected numbers of queries"),
+        ((3, 3), -0.5, "moment has -0.5 on its diagonal, expected means of squares"),
+        ((3, 4), 0.25, "moment is not symmetric, by up to 0.25; expected the mean of q q"),
+    ],
+)
+def test_statistics_that_no_queries_have_get_one_line(
+    at: tuple[int, int] | None, value: float, match: str, tmp_path: Path
+) -> None:
+    moment, count = torch.eye(16).repeat(1, 2, 1, 1), torch.ones(1, 2, dtype=torch.int64)
+    if at is None:
+        count[0, 1] = int(value)
+    else:
+        moment[0, 1][at] = value
+    file = open_capture(
+        own(tmp_path / "own", k=K.clone(), v=K.clone(), moment=moment, moment_count=count)
+    )
+    with pytest.raises(PayloadError, match=match) as error:
+        file.load((0, 0))
+    assert "\n" not in str(error.value)
+
+
+def test_a_moment_of_no_queries_is_no_statistics(tmp_path: Path) -> None:
+    moment, count = torch.zeros(1, 2, 16, 16), torch.zeros(1, 2, dtype=torch.int64)
+    names = {"k": K.clone(), "v": K.clone(), "moment": moment}
+    assert (
+        open_capture(own(tmp_path / "a", **names, moment_count=count)).load((0, 0)).moment is None
+    )
+    count[0, 1] = 1  # heads may differ
+    found = open_capture(own(tmp_path / "b", **names, moment_count=count)).load((0, 0)).moment
+    assert found is not None
+    assert found.count.tolist() == [[0, 1]]
+
+
 def write_text(path: Path) -> None:
     path.write_text("not a safetensors file, but long enough to look like one")
 
@@ -275,8 +311,8 @@ def write_truncated(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "make",
-    [lambda path: None, Path.mkdir, Path.touch, write_text, write_truncated],
-    ids=["missing", "folder", "empty", "text", "truncated"],
+    [lambda path: None, Path.touch, write_text, write_truncated],
+    ids=["missing", "empty", "text", "truncated"],
 )
 def test_what_is_no_safetensors_file_gets_one_line(
     make: Callable[[Path], None], tmp_path: Path
@@ -285,6 +321,11 @@ def test_what_is_no_safetensors_file_gets_one_line(
     with pytest.raises(PayloadError, match="got no readable safetensors file") as error:
         open_capture(tmp_path / "file")
     assert "\n" not in str(error.value)
+
+
+def test_a_folder_is_called_one(tmp_path: Path) -> None:
+    with pytest.raises(PayloadError, match="got a folder, expected a safetensors file"):
+        open_capture(tmp_path)
 
 
 # --- damaged captures -----------------------------------------------------------------------

@@ -232,6 +232,7 @@ def test_a_users_file_without_queries(tmp_path: Path, capsys: pytest.CaptureFixt
 
 BAD_FILES = {
     "missing": (None, "got no readable safetensors file"),
+    "folder": ("folder", "got a folder, expected a safetensors file"),
     "text": (b"this is no safetensors file at all", "got no readable safetensors file"),
     "one tensor": ({"k": sample_tokens()}, "it lacks v"),
     "wrong names": ({"x": sample_tokens()}, "got tensors x; expected k and v"),
@@ -248,6 +249,8 @@ def test_a_bad_file_gets_one_line_and_code_two(
     path = tmp_path / "file"
     if isinstance(content, bytes):
         path.write_bytes(content)
+    elif isinstance(content, str):
+        path.mkdir()
     elif content is not None:
         save_file(content, str(path))
     before = names(tmp_path)

@@ -1,4 +1,7 @@
-"""What holds for every codec: bytes, errors, independence, determinism, storage."""
+"""What holds for every codec: bytes, errors, determinism, storage.
+
+`test_codecs_inputs.py` has the independence of heads and rows, and odd numbers.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ from .codecs import (
     ADAPTIVE_CASES,
     CASES,
     DEVICES,
-    KEY,
     CodecCase,
     sample_moment,
     sample_tokens,
@@ -32,20 +34,6 @@ every_device = pytest.mark.parametrize("device", DEVICES)
 SHAPES = [
     (1, 1, 1, 32), (1, 2, 5, 40), (2, 1, 31, 96), (1, 1, 130, 37), (1, 1, 66, 192), (1, 1, 33, 256),
 ]  # fmt: skip
-
-
-def rows(payload: Payload, batch: slice, heads: slice) -> Payload:
-    """The part of a payload that belongs to some batch rows and heads (dense layouts only)."""
-    tensors = {k: t[batch, heads].contiguous() for k, t in payload.tensors.items()}
-    flags = {k: t[batch, heads].contiguous() for k, t in payload.flags.items()}
-    sizes = next(iter(tensors.values())).shape[:2]
-    return Payload(payload.config, (*sizes, *payload.shape[2:]), tensors, flags)
-
-
-def moment_rows(moment: QueryMoment | None, batch: slice, heads: slice) -> QueryMoment | None:
-    if moment is None:
-        return None
-    return QueryMoment(moment.moment[batch, heads].clone(), moment.count[batch, heads].clone())
 
 
 @every_device
@@ -97,41 +85,6 @@ def test_no_tokens(case: CodecCase) -> None:
     assert payload.nbytes == 0 == case.config.payload_nbytes(2, 3, 0, 64)
     assert payload.decode().shape == (2, 3, 0, 64)
     assert case.config.bits_per_element(2, 3, 0, 64) == 0
-
-
-@every_device
-@every_codec
-def test_a_batch_of_two_is_two_runs_of_one(case: CodecCase, device: str) -> None:
-    x = sample_tokens(2, 3, 101, 80, device=device)
-    stats = case.stats(x)
-    both = case.encode(x, stats, span_key=KEY)
-    for row in range(2):
-        part = slice(row, row + 1)
-        alone = case.encode(x[part], moment_rows(stats, part, slice(None)), span_key=KEY)
-        assert rows(both, part, slice(None)) == alone
-        assert torch.equal(both.decode()[part], alone.decode())
-
-
-@every_device
-@every_codec
-def test_permuted_heads_and_rows_permute_the_payload(case: CodecCase, device: str) -> None:
-    x = sample_tokens(2, 3, 77, 64, device=device)
-    stats = case.stats(x)
-    straight = case.encode(x, stats)
-    row, head = torch.tensor([1, 0]), torch.tensor([2, 0, 1])
-    if case.pools_heads:
-        head = torch.arange(3)
-    turned = case.encode(
-        x[row][:, head],
-        QueryMoment(stats.moment[row][:, head], stats.count[row][:, head]) if stats else None,
-    )
-    for mine, theirs in ((straight.tensors, turned.tensors), (straight.flags, turned.flags)):
-        for name in mine:
-            split = (2, -1) if case.pools_heads else (2, 3, -1)
-            bits, others = (
-                t[name].contiguous().view(torch.uint8).view(split) for t in (mine, theirs)
-            )
-            assert torch.equal(bits[row] if case.pools_heads else bits[row][:, head], others)
 
 
 @every_codec

@@ -260,11 +260,17 @@ def test_files_that_lie_are_refused(change: str, tmp_path: Path) -> None:
 def test_files_that_are_something_else_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "p"
     path.write_bytes(b"not a payload at all")
-    with pytest.raises(PayloadError):
+    with pytest.raises(PayloadError, match="is not a payload file: Error while deserializing"):
         Payload.load(path)
-    for metadata in (None, {"steadykv.payload": "{"}, {"steadykv.payload": "[]"}):
+    with pytest.raises(PayloadError, match="is not a payload file but a folder"):
+        Payload.load(tmp_path)
+    for metadata, words in (
+        (None, "it has no header 'steadykv.payload'; expected what save wrote"),
+        ({"steadykv.payload": "{"}, "its header is no JSON; expected what save wrote"),
+        ({"steadykv.payload": "[]"}, "has a header of type list: expected an object"),
+    ):
         save_file({"a": torch.zeros(1)}, path, metadata=metadata)
-        with pytest.raises(PayloadError):
+        with pytest.raises(PayloadError, match=words):
             Payload.load(path)
     with pytest.raises(FileNotFoundError):
         Payload.load(tmp_path / "absent")
@@ -322,6 +328,11 @@ def test_other_kinds_of_arguments_are_refused_in_one_line() -> None:
         (ShapeError, "dtype is torch.int8", lambda: payload.decode(torch.int8)),
         (ShapeError, "dtype is 'bf16'", lambda: payload.decode("bf16")),  # type: ignore[arg-type]
         (ShapeError, "dtype is torch.int8", lambda: payload.decode(out=x.to(torch.int8))),
+        (ShapeError, "x is a meta tensor", lambda: encode(x.to("meta"), config)),
+        (ShapeError, "x is in layout torch.sparse_coo", lambda: encode(x.to_sparse(), config)),
+        (ShapeError, "device is torch.float16", lambda: payload.to(torch.float16)),  # type: ignore[arg-type]
+        (ShapeError, "token range 1.5..20", lambda: payload.decode(start=1.5)),  # type: ignore[arg-type]
+        (ShapeError, "token range 0..'3'", lambda: payload.decode(end="3")),  # type: ignore[arg-type]
         (ShapeError, "out is a list", lambda: payload.decode(out=[])),  # type: ignore[arg-type]
     ]
     for kind, words, call in wrong:

@@ -98,7 +98,10 @@ class CaptureFile:
     # --- loading ------------------------------------------------------------------------------
 
     def load(self, cell: Cell, device: torch.device | str = "cpu") -> SpanTensors:
-        """Tensors of one cell on `device`. Raises PayloadError for NaN or Inf among them."""
+        """Tensors of one cell on `device`; a count of 0 queries everywhere is no moment.
+
+        Raises PayloadError for NaN or Inf among them, and for statistics that no queries have.
+        """
         layer, span = cell
         names = dict(self._names[cell])
         if self.rope_shape(span) is not None:
@@ -116,8 +119,8 @@ class CaptureFile:
                     "numbers; replace them before saving"
                 )
         moment = None
-        if "moment" in tensors:
-            moment = QueryMoment(tensors["moment"], tensors["moment_count"])
+        if "moment" in tensors and bool(tensors["moment_count"].any()):
+            moment = self._statistics_of(names, tensors["moment"], tensors["moment_count"])
         return SpanTensors(
             layer=layer,
             span=span,
@@ -128,6 +131,30 @@ class CaptureFile:
             has_own_statistics=self._statistics(span) == "own",
             rope=tensors.get("rope"),
         )
+
+    def _statistics_of(
+        self, names: Mapping[str, str], moment: Tensor, count: Tensor
+    ) -> QueryMoment:
+        """The mean of q q^T over `count` queries; refused where it can be none."""
+        if int(count.min()) < 0:
+            raise PayloadError(
+                f"{self.path}: {names['moment_count']} reaches {int(count.min())}, expected "
+                "numbers of queries, 0 where there are none"
+            )
+        diagonal = moment.diagonal(dim1=-2, dim2=-1)
+        if float(diagonal.min()) < 0:
+            raise PayloadError(
+                f"{self.path}: {names['moment']} has {float(diagonal.min()):.3g} on its diagonal, "
+                "expected means of squares; save what QueryMoment holds"
+            )
+        # Sums of products may be rounded in two orders, but not apart by this much.
+        apart = (moment - moment.mT).abs().amax((-2, -1))
+        if bool((apart > 1e-3 * diagonal.amax(-1)).any()):
+            raise PayloadError(
+                f"{self.path}: {names['moment']} is not symmetric, by up to "
+                f"{float(apart.max()):.3g}; expected the mean of q q^T, as QueryMoment holds it"
+            )
+        return QueryMoment(moment, count)
 
     def _statistics(self, span: int) -> str:
         entries = () if self.header is None else self.header.spans
@@ -254,6 +281,8 @@ def _json(text: str) -> Any:
 
 
 def _unreadable(path: Path, error: Exception) -> PayloadError:
+    if path.is_dir():
+        return PayloadError(f"{path}: got a folder, expected a safetensors file in it or elsewhere")
     reason = getattr(error, "strerror", None) or " ".join(str(error).split())
     return PayloadError(
         f"{path}: got no readable safetensors file ({reason}); expected what capture wrote, or "

@@ -161,6 +161,9 @@ def _checked_shape(x: Tensor) -> Shape:
             f"x is {tuple(x.shape)} {x.dtype}: "
             "expected [B, H, S, D] in bfloat16, float16 or float32, D at least 1"
         )
+    if x.layout != torch.strided or x.is_meta:
+        kind = "a meta tensor" if x.is_meta else f"in layout {x.layout}"
+        raise ShapeError(f"x is {kind}: expected a dense tensor that holds numbers")
     batch, heads, tokens, width = x.shape
     return batch, heads, tokens, width
 

@@ -51,17 +51,25 @@ def read_tensors(
     error: type[SteadyKVError],
     device: torch.device | str,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and header of a file of format `form`; `error` for a file that is no `what`."""
+    """Tensors and header of a file of format `form`; `error` for a file that is no `what`, and
+    FileNotFoundError where there is none."""
     from safetensors import SafetensorError, safe_open
 
+    kind = f"{path} is not a {what} file"
+    if Path(path).is_dir():
+        raise error(f"{kind} but a folder; expected what save wrote")
     try:
         with safe_open(str(path), framework="pt", device=str(device)) as file:
-            header = json.loads((file.metadata() or {})[form])
+            text = (file.metadata() or {}).get(form)
+            if text is None:
+                raise error(f"{kind}: it has no header {form!r}; expected what save wrote")
+            header = json.loads(text)
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, KeyError, json.JSONDecodeError) as failure:
-        raise error(
-            f"{path} is not a {what} file: {failure!r}; expected what save wrote"
-        ) from failure
+    except json.JSONDecodeError as failure:
+        raise error(f"{kind}: its header is no JSON; expected what save wrote") from failure
+    except SafetensorError as failure:
+        reason = " ".join(str(failure).split())
+        raise error(f"{kind}: {reason}; expected what save wrote") from failure
     if not isinstance(header, dict):
         raise error(f"{path} has a header of type {type(header).__name__}: expected an object")
     return tensors, header

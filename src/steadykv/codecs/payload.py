@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
@@ -104,8 +104,11 @@ class Payload:
                 f"dtype is {wanted!r}: expected {' or '.join(map(str, _DECODED))}; decode to one "
                 "of these and convert the result"
             )
-        if not 0 <= start <= end <= tokens:
-            raise ShapeError(f"token range {start}..{end}: expected 0 <= start <= end <= {tokens}")
+        is_range = isinstance(start, SupportsIndex) and isinstance(end, SupportsIndex)
+        if not is_range or not 0 <= start <= end <= tokens:
+            raise ShapeError(
+                f"token range {start!r}..{end!r}: expected integers, 0 <= start <= end <= {tokens}"
+            )
         shape = (batch, heads, end - start, head_dim)
         if out is None:
             out = torch.empty(shape, dtype=dtype, device=self.device)
@@ -142,7 +145,15 @@ class Payload:
         return Payload(self.config, (part.rows, part.heads, rest[0], rest[1]), tensors)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Payload:
-        """The same payload on another device; itself if it is there already."""
+        """The same payload on another device; itself if it is there already.
+
+        Raises ShapeError for what is no device: a payload keeps the dtypes of its method.
+        """
+        if not isinstance(device, torch.device | str | int):
+            raise ShapeError(
+                f"device is {device!r}: expected a torch.device or its name; for a dtype, "
+                "decode(dtype) the payload"
+            )
         if torch.device(device) == self.device:
             return self
         tensors = {k: t.to(device, non_blocking=non_blocking) for k, t in self.tensors.items()}
@@ -215,7 +226,8 @@ class Payload:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], device: torch.device | str = "cpu") -> Payload:
-        """Reads what `save` wrote, bit for bit; a file that is something else is a PayloadError."""
+        """Reads what `save` wrote, bit for bit; a file that is something else is a PayloadError, a
+        missing one a FileNotFoundError."""
         tensors, header = read_tensors(path, FORMAT, "payload", PayloadError, device)
         return cls.from_state(tensors, header)
 

@@ -27,6 +27,11 @@ class Clusters(NamedTuple):
     saturated: Tensor | int
 
 
+# Stage t may leave 2^t times the largest number, and means are sums of S numbers first: from here
+# on up to 16·10^7 of them fit into FP32.
+STAGED_MAX = 1e30
+
+
 class QVGCodec(Codec):
     """k-means stages, then grid `symmetric` on what is left.
 
@@ -40,7 +45,7 @@ class QVGCodec(Codec):
     Error, unless the flag `saturated` counts, for a group r of what the centroids leave and L =
     2^(bits-1) - 1: at most (s + d)/2 + L·d with s = max(max|r|/L, 2^-9) and d = max(s/16, 2^-10);
     for "int8" s = max|r|/L and d = `scale_base` + 2^-17. `refit` keeps or lowers the squared error
-    of a head, not that of each number.
+    of a head, not that of each number. With several stages numbers beyond 1e30 saturate to it.
     """
 
     title = "QVG"
@@ -100,13 +105,19 @@ class QVGCodec(Codec):
     def encode(self, x: Tensor, inputs: HeadInputs) -> Encoded:
         """See `Codec.encode`."""
         config = self.config
+        saturated = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        if config.stages > 1:
+            # Head by head, as a mask and its sum are copies of what they are made of.
+            saturated += torch.stack([torch.count_nonzero(head.abs() > STAGED_MAX) for head in x])
+            x.clamp_(-STAGED_MAX, STAGED_MAX)
         rows = x
         found = [self.cluster(rows, inputs, 0)]
         for stage in range(1, config.stages):
             rows = ops.subtract_centroids(rows, found[-1].values, found[-1].ids)
             found.append(self.cluster(rows, inputs, stage))
         last = found[-1]
-        tensors, saturated = self.round(rows, last.values, last.ids)
+        tensors, lost = self.round(rows, last.values, last.ids)
+        saturated += lost
         if config.refit:
             last.stored["centroids"] = self.refit(rows, tensors, last.ids, last.stored["centroids"])
         tensors["ids"] = torch.stack([clusters.ids for clusters in found], 1).to(self.id_dtype)

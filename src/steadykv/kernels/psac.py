@@ -239,6 +239,7 @@ def _compensate_kernel(
             b_seen = tl.load(p_u + COLUMNS, mask=m_c[:, None], other=0.0)
             b_linear = tl.dot(b_error, b_seen, b_linear, input_precision="tf32x3")
 
+    b_wanted = tl.where(b_wanted == b_wanted, b_wanted, 0.0)  # NaN of sums beyond FP32
     b_peak = tl.div_rn(tl.max(tl.abs(b_wanted), 1), 127.0)
     is_lost = (b_peak > 65504.0) & m_s
     b_alpha = tl.minimum(b_peak, 65504.0).to(tl.float16)

@@ -42,7 +42,7 @@ def compensate(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `steadykv.ops.psac`."""
     u = basis.float()
-    wanted = head_matmul(error, u)
+    wanted = head_matmul(error, u).nan_to_num_(0.0, torch.inf, -torch.inf)  # of sums beyond FP32
     peak = divided(wanted.abs().amax(-1, keepdim=True), CODE_MAX)
     saturated = (peak > FP16_MAX).sum((-2, -1))
     alpha = peak.clamp(max=FP16_MAX).to(torch.float16)
