@@ -250,7 +250,7 @@ def measure_window(
 def line(row: Row) -> str:
     """A row for a terminal."""
     text = f"{row['shape']} {row['layers']} layers {row['window_frames']:>4} frames  "
-    text += f"{row['method']:<9}{row['way']:<7}"
+    text += f"{row['method']:<9} {row['way']:<7}"
     if row["seconds"] is None:
         return text + row["outcome"]
     text += f"{row['seconds']:8.4f} s"

@@ -115,14 +115,13 @@ def test_weights_come_from_a_private_generator() -> None:
 def test_rows_add_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "rows.csv"
     methods = ["qvg@centroids=8", "steady@centroids=8", "bf16"]
-    arguments = [*CPU_TINY, "--windows", "9", "15", "--chunks", "2", "--csv", str(path)]
-    closed_loop.main([*arguments, "--methods", *methods])
+    arguments = [*CPU_TINY, "--windows", "9", "15", "--chunks", "2", "--ways", "ring", "read"]
+    closed_loop.main([*arguments, "--csv", str(path), "--methods", *methods])
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == COLUMNS
-    order = ["bf16"] * 3 + methods[:1] * 2 + methods[1:2] * 2
-    assert [row["method"] for row in rows] == order * 2
-    assert [row["way"] for row in rows[:5]] == ["ring", "read", "attend", "read", "attend"]
+    assert [row["method"] for row in rows] == ["bf16", "bf16", *methods[:2]] * 2
+    assert [row["way"] for row in rows] == ["ring", "read", "read", "read"] * 2
     assert len(capsys.readouterr().out.splitlines()) == len(rows)
     chunk = TINY.layers * 2 * 2 * TINY.chunk_tokens * TINY.width
     for row in rows:
@@ -189,6 +188,20 @@ def test_what_does_not_fit_says_so_and_the_rest_is_measured(
     assert rows[0]["seconds"] == rows[1]["baseline"] == ""
     assert rows[2]["baseline"] == "bf16 read"
     assert "out of memory" in capsys.readouterr().out
+
+
+@pytest.mark.cuda
+def test_on_a_gpu_every_way_is_measured_with_its_memory(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    arguments = ["--tiny", "--chunks", "2", "--methods", "bf16", "qvg", "--ways", *WAYS]
+    closed_loop.main([*arguments, "--csv", str(path)])
+    with path.open(newline="") as file:
+        rows = {(row["method"], row["way"]): row for row in csv.DictReader(file)}
+    assert all(row["outcome"] == "ok" for row in rows.values())
+    held = 5 * TINY.layers * 2 * 2 * TINY.chunk_tokens * TINY.width
+    assert int(rows["bf16", "ring"]["peak_bytes"]) >= held
+    assert rows["qvg", "attend"]["within_bound"] == "True"
+    assert float(rows["bf16", "host"]["difference"]) < 0.01
 
 
 @pytest.mark.parametrize(
