@@ -17,7 +17,7 @@ from .timing import Rates, Timing, measure, measure_rates, peak_bytes
 from .works import WORKS as _WORKS
 from .works import Bench, Size, Task
 
-__all__ = ["COLUMNS", "METHODS", "WORKS", "Size", "bench", "default_size"]
+__all__ = ["COLUMNS", "METHODS", "WORKS", "Size", "bench", "default_size", "machine_facts"]
 
 METHODS = ("qvg", "quantwm", "steady")
 WORKS = tuple(_WORKS)
@@ -73,7 +73,7 @@ def bench(
     total = 1 + len(works)
     report(0, total, "rates of the machine")
     rates = measure_rates(device, seconds)
-    source = _Source(size, _facts(device))
+    source = _Source(size, machine_facts(device))
     rows = [
         _rate_row("copy", rates.copy, source, gb_per_s=rates.bytes_per_second / 1e9),
         _rate_row("matmul", rates.matmul, source, tflop_per_s=rates.flops_per_second / 1e12),
@@ -146,7 +146,8 @@ def _row(source: _Source, timing: Timing, **fields: Any) -> Row:
     return {name: found.get(name) for name in COLUMNS}
 
 
-def _facts(device: torch.device) -> Row:
+def machine_facts(device: torch.device) -> Row:
+    """The last columns of a row: gpu, torch, triton, commit."""
     found = environment(device)
     try:
         triton: str | None = version("triton")
