@@ -50,7 +50,6 @@ def encode_workspace_nbytes(
     row = 4 * tokens * head_dim
     method = codec_for(codec)
     if in_kernels(method, device):
-        assert method.kernel_copies is not None
         rows = min(batch * heads, heads_per_pass(method, shape, device))
         moments = _MOMENT_COPIES * 4 * rows * head_dim**2 if compensated else 0
         parts = codec.payload_nbytes(*shape, compensated) if rows < batch * heads else 0

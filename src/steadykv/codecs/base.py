@@ -142,8 +142,7 @@ class Codec(ABC):
     encode_copies, decode_copies: upper bounds of what encoding and decoding allocate beside their
     results, in FP32 copies of the tokens of one pass (measured, plus a few percent). encode_blocks:
     the same, in row blocks of rounding, for encoding. The defaults are above what any method needs.
-    kernel_copies: the same as encode_copies, cleaning included, where kernels do all of it and read
-    BF16; None where some of it has no kernel.
+    kernel_copies: the same as encode_copies, cleaning included, in kernels.
     """
 
     title: ClassVar[str]
@@ -154,10 +153,15 @@ class Codec(ABC):
     encode_copies: ClassVar[float] = 4.6
     encode_blocks: ClassVar[float] = 0.0
     decode_copies: ClassVar[float] = 3.4
-    kernel_copies: float | None = None
+    kernel_copies: ClassVar[float] = 0.0
 
     def __init__(self, config: CodecConfig) -> None:
         self.config = config
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether kernels can do all of the encoding; they read BF16, and all heads at once."""
+        return False
 
     @abstractmethod
     def layout(self, shape: Shape, compensated: bool) -> dict[str, TensorSpec]:

@@ -124,7 +124,7 @@ def heads_per_pass(codec: Codec, shape: Shape, device: torch.device) -> int:
 
 def in_kernels(codec: Codec, device: torch.device) -> bool:
     """Whether kernels do all of the encoding."""
-    return codec.kernel_copies is not None and ops.backend_of("kmeans", device) == "triton"
+    return codec.has_kernels and ops.backend_of("kmeans", device) == "triton"
 
 
 def _head_groups(codec: Codec, shape: Shape, device: torch.device) -> Iterator[slice]:

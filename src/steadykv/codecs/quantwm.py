@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..config import CodecConfig
 from ..errors import PayloadError
 from .base import FLAGS, Encoded, HeadInputs, Shape, TensorSpec
 from .qvg4 import QVG4Codec
@@ -40,10 +39,12 @@ class QuantWMCodec(QVG4Codec):
     flags = (*QVG4Codec.flags, "weight_active", "psac_active", "psac_failed")
     decode_copies = 3.4
 
-    def __init__(self, config: CodecConfig) -> None:
-        super().__init__(config)
-        if config.metric == "full" or config.candidates > 8 or config.rank > 32:
-            self.kernel_copies = None
+    @property
+    def has_kernels(self) -> bool:
+        """See `Codec.has_kernels`."""
+        config = self.config
+        is_small = config.candidates <= 8 and config.rank <= 32
+        return super().has_kernels and is_small and config.metric != "full"
 
     def layout(self, shape: Shape, compensated: bool) -> dict[str, TensorSpec]:
         """See `Codec.layout`."""

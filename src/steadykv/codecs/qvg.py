@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..config import CodecConfig
 from ..errors import PayloadError
 from .base import Codec, Encoded, HeadInputs, Shape, TensorSpec, check_trits
 
@@ -52,16 +51,15 @@ class QVGCodec(Codec):
     encode_copies = 2.45
     encode_blocks = 1.75
     decode_copies = 2.6
-    copies_in_kernels: ClassVar[float | None] = 0.8
+    kernel_copies = 0.8
     grids: ClassVar[dict[str, str]] = {"fp8": "symmetric", "int8": "symmetric_int8"}
 
-    def __init__(self, config: CodecConfig) -> None:
-        super().__init__(config)
-        plain = config.stages == 1 and not (
-            config.refit or config.reseed_empty or config.scale_search
-        )
-        if plain and config.centroid_format == "bf16":
-            self.kernel_copies = self.copies_in_kernels
+    @property
+    def has_kernels(self) -> bool:
+        """See `Codec.has_kernels`."""
+        config = self.config
+        has_options = config.refit or config.reseed_empty or config.scale_search
+        return config.stages == 1 and config.centroid_format == "bf16" and not has_options
 
     @property
     def grid(self) -> str:

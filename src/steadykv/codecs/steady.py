@@ -30,7 +30,7 @@ class SteadyCodec(QuantWMCodec):
 
     title = "Steady"
     encode_blocks = 2.7
-    copies_in_kernels = 2.1
+    kernel_copies = 2.1
     flags = (*QuantWMCodec.flags, "feedback_active", "feedback_failed")
 
     def round_keys(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..reference import attention as reference
 from ..reference.blocks import Heads, Tokens, head_groups
-from .launch import blocks, on_device
+from .launch import blocks, on_device, power_of_two
 from .passes import Plan, plan
 from .vendor import attention as vendor_attention
 from .vendor import vendor_for
@@ -236,7 +236,7 @@ def merge_attention(
     unless `is_first`, written unless `is_last`, as is lse, FP32 [B, H, S]. Allocates nothing.
     """
     batch, heads, rows, width = out.shape
-    block_d = triton.next_power_of_2(width)
+    block_d = power_of_two(width)
     block_s = max(1, 4096 // block_d)
     with on_device(out):
         _merge_kernel[(blocks(rows, block_s), batch * heads)](

@@ -6,13 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from ..reference import decode as reference
 from .decode_groups import groups_kernel
 from .decode_levels import levels_kernel, outliers_kernel
-from .launch import blocks, on_device, power_of_two
+from .launch import blocks, interpreted, on_device, power_of_two, tile_width
 
 __all__ = ["decode_clustered", "decode_grouped", "decode_nonuniform"]
 
@@ -34,7 +33,7 @@ COMPENSATED_TILES = {64: Tile(32, 2), 128: Tile(16, 1), 256: Tile(32, 4)}
 HEADS_FIRST = False
 RANK_BLOCK = 32  # channels of the basis in one product, at most: 16 KB of them at head_dim 256
 OUTLIERS = 1024  # of one program
-INTERPRETED = triton.knobs.runtime.interpret
+INTERPRETED = interpreted()
 
 
 def decode_clustered(
@@ -156,7 +155,7 @@ def _decode_groups(
             stored["zeros"].shape[2] if grid == "affine_zero" else 0,
             WIDTH=width, WORDS=words, ROW=row, BITS=bits, GROUP=group_size,
             BY_TOKENS=axis == "tokens", STAGES=0 if ids is None else ids.shape[2], RANK=rank,
-            BLOCK_R=min(RANK_BLOCK, max(16, power_of_two(rank))), LEVELS=levels,
+            BLOCK_R=min(RANK_BLOCK, tile_width(rank)), LEVELS=levels,
             IS_TRITS=packing == "trits", IS_ALIGNED=_is_aligned(out),
             HEADS_FIRST=_heads_first(out), INTERPRET=INTERPRETED, BLOCK_T=tile.tokens,
             num_warps=tile.warps,

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import on_device, shared_memory
+from .launch import on_device, power_of_two, shared_memory, tile_width
 
 __all__ = ["can_iterate", "strongest"]
 
@@ -45,7 +45,7 @@ def strongest(moment: Tensor, count: Tensor, rank: int) -> tuple[Tensor, Tensor,
     active = torch.empty(heads, dtype=torch.uint8, device=moment.device)
     failed = torch.empty_like(active)
     block = block_of(rank)
-    rows = triton.next_power_of_2(width)
+    rows = power_of_two(width)
     scratch = torch.empty(heads, rows, block, dtype=torch.float64, device=moment.device)
     if heads:
         with on_device(moment):
@@ -68,7 +68,7 @@ def strongest(moment: Tensor, count: Tensor, rank: int) -> tuple[Tensor, Tensor,
 
 def block_of(rank: int) -> int:
     """How many vectors are iterated: at least four more than are wanted."""
-    return max(16, triton.next_power_of_2(rank + 4))
+    return tile_width(rank + 4)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import on_device
+from .launch import on_device, tile_width
 
 __all__ = ["MAX_WIDTH", "factors"]
 
@@ -32,7 +32,7 @@ def factors(
     factor = torch.empty(heads, width, width, dtype=torch.float32, device=device)
     active = torch.empty(heads, dtype=torch.uint8, device=device)
     failed = torch.empty_like(active)
-    block = max(16, triton.next_power_of_2(width))
+    block = tile_width(width)
     # A number of the host would reach the kernel as FP32.
     ridge = torch.full((), damping, dtype=torch.float64, device=device)
     if heads:

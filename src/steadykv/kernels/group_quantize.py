@@ -14,8 +14,8 @@ from torch import Tensor
 from ..reference.group_quantize import group_dequantize
 from ..reference.group_quantize import group_quantize as _group_quantize
 from ..reference.pack import pack
-from .kmeans import subtract_centroids
-from .launch import blocks, on_device
+from .kmeans import residual_tile, subtract_centroids
+from .launch import blocks, on_device, power_of_two
 from .numbers import e4m3_encode, e4m3_value, nearest
 
 __all__ = ["group_dequantize", "group_quantize", "quantize_clustered"]
@@ -44,7 +44,7 @@ def quantize_clustered(
 ) -> tuple[dict[str, Tensor], Tensor]:
     """See `steadykv.ops.group_quantize`."""
     heads, tokens, width = x.shape
-    padded = triton.next_power_of_2(width)
+    padded = power_of_two(width)
     size = min(group_size, padded)
     has_kernel = size & (size - 1) == 0 and width >= 16 and include_zero and not scale_search
     if not has_kernel or grid not in ("symmetric", "affine_zero"):
@@ -71,7 +71,7 @@ def quantize_clustered(
     base = torch.empty(heads, dtype=torch.float16, device=x.device)
     lost = torch.empty(heads, programs, dtype=torch.int32, device=x.device)
     shared = (centroids.contiguous(), ids.contiguous(), tokens, centroids.shape[1])
-    shape = (width, padded, groups, triton.next_power_of_2(groups), size, 2**bits)
+    shape = (width, padded, groups, power_of_two(groups), size, 2**bits)
     saturated = None
     with on_device(x):
         if not is_symmetric:
@@ -108,29 +108,6 @@ def quantize_clustered(
 
 def _bytes(x: Tensor, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=torch.uint8, device=x.device)
-
-
-@triton.jit
-def _residual(
-    x,
-    centroids,
-    ids,
-    tokens,
-    CLUSTERS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """x - mu[id] of a tile of tokens, FP32 [TOKENS, PADDED], 0 in the padding."""
-    head = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    channel = tl.arange(0, PADDED)
-    mask = (token < tokens)[:, None] & (channel < WIDTH)[None, :]
-    chosen = tl.load(ids + head * tokens + token, mask=token < tokens, other=0)
-    row = (head * CLUSTERS + chosen)[:, None] * WIDTH + channel[None, :]
-    place = (head * tokens + token)[:, None] * WIDTH + channel[None, :]
-    value = tl.load(x + place, mask=mask, other=0).to(tl.float32)
-    return value - tl.load(centroids + row, mask=mask, other=0).to(tl.float32)
 
 
 @triton.jit
@@ -197,7 +174,7 @@ def _widest(
     TOKENS: tl.constexpr,
 ):
     """The widest step that a group of the tile wants."""
-    residual = _residual(x, centroids, ids, tokens, CLUSTERS, WIDTH, PADDED, TOKENS)
+    residual, _, _ = residual_tile(x, centroids, ids, tokens, CLUSTERS, WIDTH, PADDED, TOKENS)
     low, high = _range(residual, TOKENS, PADDED // SIZE, SIZE)
     wanted = tl.div_rn(high - low, tl.full([1, 1], LEVELS - 1.0, tl.float32))
     place = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
@@ -244,7 +221,7 @@ def _codes(
 ):
     head, tile = tl.program_id(1).to(tl.int64), tl.program_id(0)
     ALL: tl.constexpr = PADDED // SIZE  # groups, with those that are padding
-    residual = _residual(x, centroids, ids, tokens, CLUSTERS, WIDTH, PADDED, TOKENS)
+    residual, _, _ = residual_tile(x, centroids, ids, tokens, CLUSTERS, WIDTH, PADDED, TOKENS)
     low, high = _range(residual, TOKENS, ALL, SIZE)
     token, group = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, ALL)
     inside = (token < tokens)[:, None] & (group < GROUPS)[None, :]

@@ -24,7 +24,7 @@ from ..reference.kmeans import (
     subtract_centroids as _subtract,
 )
 from .assign import nearest_kernel
-from .launch import blocks, interpreted, on_device, processors
+from .launch import blocks, interpreted, on_device, power_of_two, processors, tile_width
 
 __all__ = [
     "assign_centroids",
@@ -34,6 +34,7 @@ __all__ = [
     "kmeans",
     "quantize_centroids",
     "refit_centroids",
+    "residual_tile",
     "subtract_centroids",
 ]
 
@@ -101,14 +102,10 @@ def subtract_centroids(
             tokens,
             centroids.shape[1],
             width,
-            _padded(width),
+            tile_width(width),
             ROWS,
         )
     return out
-
-
-def _padded(width: int) -> int:
-    return max(16, triton.next_power_of_2(width))
 
 
 def _prepare(centroids: Tensor) -> tuple[Tensor, Tensor, Scores]:
@@ -132,9 +129,9 @@ def _assign(x: Tensor, scores: Scores, kind: torch.dtype) -> Tensor:
             tiles,
             norms.shape[1],
             width,
-            _padded(width),
+            tile_width(width),
             ASSIGN_TOKENS,
-            min(ASSIGN_CENTROIDS, _padded(norms.shape[1])),
+            min(ASSIGN_CENTROIDS, tile_width(norms.shape[1])),
             interpreted(),
             num_warps=ASSIGN_WARPS,
         )
@@ -145,7 +142,7 @@ def _means(x: Tensor, ids: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Sc
     """The means FP32 [N, C, D] of the clusters, rounded to BF16, and what scores tokens."""
     ids, previous = ids.contiguous(), previous.contiguous()
     (heads, tokens, width), clusters = x.shape, previous.shape[1]
-    size = min(SUM_CENTROIDS, _padded(clusters))
+    size = min(SUM_CENTROIDS, tile_width(clusters))
     tiles = blocks(clusters, size)
     parts = max(1, min(blocks(tokens, SUM_TOKENS), blocks(4 * processors(x.device), heads * tiles)))
     length = blocks(blocks(tokens, parts), SUM_TOKENS) * SUM_TOKENS
@@ -161,14 +158,14 @@ def _means(x: Tensor, ids: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Sc
             length,
             clusters,
             width,
-            _padded(width),
+            tile_width(width),
             SUM_TOKENS,
             size,
             x.dtype != torch.bfloat16,
             interpreted(),
             num_warps=SUM_WARPS,
         )
-        bins = triton.next_power_of_2(clusters + 1)
+        bins = power_of_two(clusters + 1)
         _counts[parts, heads](ids, counts, tokens, length, clusters, bins, COUNT_TOKENS)
     means = torch.empty(previous.shape, dtype=torch.float32, device=x.device)
     return means, *_finish(previous, sums, counts, means)
@@ -193,7 +190,7 @@ def _finish(
             0 if sums is None else sums.shape[1],
             clusters,
             width,
-            _padded(width),
+            tile_width(width),
             ROWS,
         )
     return rounded, (doubled, norms)
@@ -306,6 +303,33 @@ def _divide(
     tl.store(norms + head * CLUSTERS + cluster, tl.sum(near * near, 1), mask=known)
 
 
+@triton.jit
+def residual_tile(
+    x,
+    centroids,
+    ids,
+    tokens,
+    CLUSTERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """x - mu[id] of this program's tokens: FP32 [TOKENS, PADDED], 0 in the padding.
+
+    And the places of these numbers in x, int64, and whether there is one.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    channel = tl.arange(0, PADDED)
+    mask = (token < tokens)[:, None] & (channel < WIDTH)[None, :]
+    place = (head * tokens + token)[:, None] * WIDTH + channel[None, :]
+    chosen = tl.load(ids + head * tokens + token, mask=token < tokens, other=0)
+    row = (head * CLUSTERS + chosen)[:, None] * WIDTH + channel[None, :]
+    mu = tl.load(centroids + row, mask=mask, other=0).to(tl.float32)
+    value = tl.load(x + place, mask=mask, other=0).to(tl.float32)
+    return value - mu, place, mask
+
+
 @triton.jit(do_not_specialize=["tokens"])
 def _leave(
     x,
@@ -319,13 +343,5 @@ def _leave(
     TOKENS: tl.constexpr,
 ):
     """x - mu[id] in FP32."""
-    head = tl.program_id(1).to(tl.int64)
-    token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    channel = tl.arange(0, PADDED)
-    mask = (token < tokens)[:, None] & (channel < WIDTH)[None, :]
-    place = (head * tokens + token)[:, None] * WIDTH + channel[None, :]
-    chosen = tl.load(ids + head * tokens + token, mask=token < tokens, other=0)
-    row = (head * CLUSTERS + chosen)[:, None] * WIDTH + channel[None, :]
-    mu = tl.load(centroids + row, mask=mask, other=0).to(tl.float32)
-    value = tl.load(x + place, mask=mask, other=0).to(tl.float32)
-    tl.store(out + place, value - mu, mask=mask)
+    left, place, mask = residual_tile(x, centroids, ids, tokens, CLUSTERS, WIDTH, PADDED, TOKENS)
+    tl.store(out + place, left, mask=mask)

@@ -20,6 +20,7 @@ __all__ = [
     "processors",
     "shared_memory",
     "smaller_device",
+    "tile_width",
 ]
 
 _forced: ContextVar[int | None] = ContextVar("steadykv_shared_memory", default=None)
@@ -41,6 +42,11 @@ def power_of_two(count: int) -> int:
     Triton's own function for it, as for `blocks`, takes several microseconds of a launch.
     """
     return 1 << (count - 1).bit_length()
+
+
+def tile_width(count: int) -> int:
+    """The least width of a matrix product's tile that holds `count`: a power of two, 16 or more."""
+    return max(16, power_of_two(count))
 
 
 def interpreted() -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..reference import psac as reference
 from .eigen import can_iterate, strongest
-from .launch import blocks, on_device
+from .launch import blocks, on_device, tile_width
 from .numbers import e4m3_value, nearest
 
 __all__ = ["compensate", "compensate_clustered", "query_subspace"]
@@ -67,7 +67,7 @@ def compensate_clustered(
     scales = torch.empty(heads, tokens, dtype=torch.float16, device=x.device)
     if not tokens or not heads:
         return codes, scales, torch.zeros(heads, dtype=torch.int64, device=x.device)
-    columns = max(16, triton.next_power_of_2(rank))
+    columns = tile_width(rank)
     weights = torch.empty(heads, width, 2 * columns, dtype=torch.float32, device=x.device)
     quadratic = torch.empty(heads, columns, columns, dtype=torch.float32, device=x.device)
     groups = blocks(width, group_size)
@@ -85,7 +85,7 @@ def compensate_clustered(
             WIDTH=width,
             RANK=rank,
             COLUMNS=columns,
-            BLOCK_D=max(16, triton.next_power_of_2(width)),
+            BLOCK_D=tile_width(width),
             num_warps=4,
         )
         _compensate_kernel[(lost.shape[1], heads)](
@@ -113,7 +113,7 @@ def compensate_clustered(
             HAS_ZERO=has_zero,
             KEEP_ALL=retain == "always",
             BLOCK_S=BLOCK_S,
-            BLOCK_G=max(16, triton.next_power_of_2(group_size)),
+            BLOCK_G=tile_width(group_size),
             num_warps=4,
         )
     return codes, scales, lost.sum(1)

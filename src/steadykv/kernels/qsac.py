@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import qsac as reference
-from .launch import blocks, on_device, shared_memory
+from .launch import blocks, interpreted, on_device, power_of_two, shared_memory, tile_width
 
 __all__ = ["query_metric", "select_centroids"]
 
@@ -61,8 +61,8 @@ def select_centroids(
         kind = torch.int16 if clusters <= 1 << 15 else torch.int32
         near = torch.empty(heads, tokens, candidates, dtype=kind, device=device)
     block_s, block_c, block_k, warps = _tile(shared_memory(device), is_split)
-    block_c = min(block_c, max(16, triton.next_power_of_2(clusters)))
-    block_k = min(block_k, max(16, triton.next_power_of_2(width)))
+    block_c = min(block_c, tile_width(clusters))
+    block_k = min(block_k, tile_width(width))
     with on_device(x):
         _weigh_kernel[(blocks(clusters, 32), heads)](
             centroids,
@@ -72,7 +72,7 @@ def select_centroids(
             WIDTH=width,
             CLUSTERS=clusters,
             PARTS=parts,
-            BLOCK_D=triton.next_power_of_2(width),
+            BLOCK_D=power_of_two(width),
         )
         _near_kernel[(blocks(tokens, block_s), heads)](
             x,
@@ -88,8 +88,8 @@ def select_centroids(
             BLOCK_S=block_s,
             BLOCK_C=block_c,
             BLOCK_K=block_k,
-            BLOCK_M=triton.next_power_of_2(candidates),
-            INTERPRETED=triton.knobs.runtime.interpret,
+            BLOCK_M=power_of_two(candidates),
+            INTERPRETED=interpreted(),
             num_warps=warps,
             num_stages=2,
         )
@@ -108,8 +108,8 @@ def select_centroids(
                 GROUPS=blocks(width, group_size),
                 INCLUDE_ZERO=include_zero,
                 BLOCK_S=32,
-                BLOCK_G=triton.next_power_of_2(group_size),
-                BLOCK_M=triton.next_power_of_2(candidates),
+                BLOCK_G=power_of_two(group_size),
+                BLOCK_M=power_of_two(candidates),
                 num_warps=4,
                 enable_fp_fusion=False,
             )

@@ -8,7 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import query_moment as reference
-from .launch import blocks, on_device
+from .launch import blocks, interpreted, on_device, tile_width
 from .numbers import finite
 
 __all__ = ["accumulate_moment", "channel_weight", "merge_moment"]
@@ -39,7 +39,7 @@ def _accumulate(moment: Tensor, count: Tensor, queries: Tensor) -> None:
     batch, heads, width, _ = moment.shape
     pooled, tokens = queries.shape[1] // heads, queries.shape[2]
     rows = pooled * tokens
-    block_d = min(MAX_TILE, max(16, triton.next_power_of_2(width)))
+    block_d = min(MAX_TILE, tile_width(width))
     # A tile of queries is 16 KB in any type: BF16 tiles are twice as long.
     block_q = 32 if queries.dtype == torch.float32 else 64
     share = block_q * blocks(blocks(rows, min(MAX_SHARES, blocks(rows, LEAST_SHARE))), block_q)
@@ -61,7 +61,7 @@ def _accumulate(moment: Tensor, count: Tensor, queries: Tensor) -> None:
             TILES=tiles,
             BLOCK_Q=block_q,
             BLOCK_D=block_d,
-            INTERPRETED=triton.knobs.runtime.interpret,
+            INTERPRETED=interpreted(),
             num_warps=8 if block_d == MAX_TILE else 4,
             num_stages=2,
         )

@@ -13,9 +13,8 @@ from .numbers import e4m3_value
 
 __all__ = ["grid_steps", "group_places", "in_width", "packed_zeros", "stored_number"]
 
-_TWO_23 = tl.constexpr(
-    0x4B000000
-)  # the bits of FP32 2^23, to which an integer beside them is added
+# The bits of FP32 2^23, to which an integer beside them is added.
+_TWO_23 = tl.constexpr(0x4B000000)
 
 
 @triton.jit
