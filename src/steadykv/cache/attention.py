@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,8 +13,8 @@ from steadykv.cache.checks import Geometry, check_finite
 from steadykv.cache.policy import TokenRange
 from steadykv.cache.segments import TensorStore, nbytes_of
 from steadykv.cache.workspace import decode_workspace_nbytes
-from steadykv.codecs import codec_for
 from steadykv.errors import ConfigError, PositionError, ShapeError
+from steadykv.ops import Decoder
 from steadykv.ops.attention import BUDGETS, Heads, Tokens
 from steadykv.ops.precision import full_precision
 
@@ -61,14 +61,13 @@ def attend(
 def _tokens(layer: LayerCache) -> Tokens:
     """The layer's tokens in the order of `spans()`, numbered from 0."""
     ranges = layer.spans()
-    stores = layer.keys, layer.values
-    segments = [s for store in stores for s, _, _ in store.overlaps(ranges)]
+    keys, values = (_found(store, ranges) for store in (layer.keys, layer.values))
+    segments = [s for store in (layer.keys, layer.values) for s, _, _ in store.overlaps(ranges)]
 
     def load(
         part: Heads, start: int, end: int, k_room: Tensor, v_room: Tensor
     ) -> tuple[Tensor, Tensor]:
-        clipped = _clip(ranges, start, end)
-        return _load(stores[0], part, clipped, k_room), _load(stores[1], part, clipped, v_room)
+        return _load(keys, part, start, end, k_room), _load(values, part, start, end, v_room)
 
     return Tokens(
         load,
@@ -78,6 +77,48 @@ def _tokens(layer: LayerCache) -> Tokens:
         all(s.payload is None or s.payload.can_split for s in segments),
         len(segments),
     )
+
+
+class _Found(NamedTuple):
+    """Tokens of one segment: numbered start..end in the layer, and from `first` on in the segment.
+
+    data: [B, H, S, D] of a dense segment, or what decodes a packed one.
+    """
+
+    data: Tensor | Decoder
+    start: int
+    end: int
+    first: int
+
+
+def _found(store: TensorStore, ranges: Sequence[TokenRange]) -> list[_Found]:
+    """Looked up once, as every pass loads from the same segments."""
+    found, cursor = [], 0
+    for segment, low, high in store.overlaps(ranges):
+        payload, end = segment.payload, cursor + high - low
+        data = store.heads_first(segment.tensor) if payload is None else payload.decoder()
+        found.append(_Found(data, cursor, end, low - segment.start))
+        cursor = end
+    return found
+
+
+def _load(found: list[_Found], part: Heads, start: int, end: int, room: Tensor) -> Tensor:
+    """The tokens start..end in `room`, or where they lie, if that is one dense segment."""
+    for data, low, high, first in found:
+        begin, stop = max(low, start), min(high, end)
+        if begin >= stop:
+            continue
+        is_whole = begin == start and stop == end
+        target = room if is_whole else room.narrow(2, begin - start, stop - begin)
+        first += begin - low
+        if isinstance(data, Tensor):
+            dense = part.of(data).narrow(2, first, stop - begin)
+            if is_whole:
+                return dense
+            target.copy_(dense)
+        else:
+            data(part, target, first, first + stop - begin)
+    return room
 
 
 def _bias_of(bias: Tensor | None, geometry: Geometry, batch: int, tokens: int) -> Tensor | None:
@@ -103,33 +144,3 @@ def _budget_of(memory: str) -> int:
     if memory not in BUDGETS:
         raise ConfigError(f"memory is {memory!r}: expected {' or '.join(map(repr, BUDGETS))}")
     return BUDGETS[memory]
-
-
-def _clip(ranges: Sequence[TokenRange], start: int, end: int) -> list[TokenRange]:
-    """The ranges of the tokens numbered start..end."""
-    clipped, before = [], 0
-    for first, last in ranges:
-        low, high = max(start - before, 0), min(end - before, last - first)
-        if low < high:
-            clipped.append((first + low, first + high))
-        before += last - first
-    return clipped
-
-
-def _load(store: TensorStore, part: Heads, ranges: Sequence[TokenRange], room: Tensor) -> Tensor:
-    """The tokens of `ranges` in `room`, or where they lie, if that is one dense segment."""
-    cursor = 0
-    for segment, low, high in store.overlaps(ranges):
-        first, last = low - segment.start, high - segment.start
-        target = room[:, :, cursor : cursor + high - low]
-        if segment.payload is not None:
-            payload = segment.payload.part(part)
-            codec = codec_for(payload.config)
-            codec.decode(payload.tensors, payload.shape, target, first, last)
-        else:
-            dense = part.of(store.heads_first(segment.tensor))[:, :, first:last]
-            if target.shape == room.shape:
-                return dense
-            target.copy_(dense)
-        cursor += high - low
-    return room

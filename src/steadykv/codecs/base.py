@@ -10,6 +10,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 
 from ..config import CodecConfig
 from ..errors import PayloadError
+from ..reference.blocks import Decoder, Heads
 
 if TYPE_CHECKING:
     from .calibration import CalibratedGrid
@@ -176,6 +178,28 @@ class Codec(ABC):
         self, tensors: Mapping[str, Tensor], shape: Shape, out: Tensor, start: int, end: int
     ) -> None:
         """Writes tokens start..end into `out` [B, H, end - start, D], any strides and dtype."""
+
+    def decoder(self, tensors: Mapping[str, Tensor], shape: Shape) -> Decoder:
+        """`decode` of one payload, for callers that want it in many parts."""
+        return self.prepared(tensors, shape) or partial(self._decode_part, tensors, shape)
+
+    def prepared(self, tensors: Mapping[str, Tensor], shape: Shape) -> Decoder | None:
+        """`decoder` with all that does not change between calls done; None where nothing is."""
+        return None
+
+    def _decode_part(
+        self,
+        tensors: Mapping[str, Tensor],
+        shape: Shape,
+        part: Heads | None,
+        out: Tensor,
+        start: int,
+        end: int,
+    ) -> None:
+        if part is not None and (part.rows, part.heads) != shape[:2]:
+            tensors = {name: part.of(tensor) for name, tensor in tensors.items()}
+            shape = (part.rows, part.heads, *shape[2:])
+        self.decode(tensors, shape, out, start, end)
 
     def rotation(self, head_dim: int) -> tuple[int, ...]:
         """Widths of the Hadamard blocks (`ops.hadamard`) that have turned what is stored; empty

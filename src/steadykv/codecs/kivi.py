@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..reference.blocks import Decoder
 from .base import Codec, Encoded, HeadInputs, Shape, TensorSpec
 
 __all__ = ["KIVICodec"]
@@ -56,3 +57,9 @@ class KIVICodec(Codec):
         ops.decode_grouped(
             tensors, out, "affine_min", config.bits, config.group_size, config.axis, start, end
         )
+
+    def prepared(self, tensors: Mapping[str, Tensor], shape: Shape) -> Decoder | None:
+        """See `Codec.prepared`."""
+        config = self.config
+        bits, size = config.bits, config.group_size
+        return ops.grouped_decoder(tensors, shape[3], "affine_min", bits, size, config.axis)

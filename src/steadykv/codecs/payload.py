@@ -14,7 +14,7 @@ from torch import Tensor
 from ..config import CodecConfig
 from ..errors import ConfigError, PayloadError, ShapeError
 from ..ops import centroid_values, full_precision
-from ..reference.blocks import Heads
+from ..reference.blocks import Decoder
 from .base import FLAGS, Shape, TensorSpec
 from .files import read_tensors, write_tensors
 from .rotation import stored_rotation
@@ -131,18 +131,16 @@ class Payload:
 
     @property
     def can_split(self) -> bool:
-        """Whether `part` works: heads are stored apart, and where is known without looking."""
+        """Whether `decoder` takes parts: heads are stored apart, at known places."""
         from . import CODECS
 
         return not CODECS[self.config.method].pools_heads and "row_index" not in self.tensors
 
-    def part(self, part: Heads) -> Payload:
-        """The payload of some rows of the batch and heads; views, without flags."""
-        batch, heads, *rest = self.shape
-        if (part.rows, part.heads) == (batch, heads):
-            return self
-        tensors = {name: part.of(tensor) for name, tensor in self.tensors.items()}
-        return Payload(self.config, (part.rows, part.heads, rest[0], rest[1]), tensors)
+    def decoder(self) -> Decoder:
+        """Decodes some heads and tokens into a view, unchecked; those of a part if `can_split`."""
+        from . import codec_for
+
+        return codec_for(self.config).decoder(self.tensors, self.shape)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Payload:
         """The same payload on another device; itself if it is there already.

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import ShapeError
+from ..reference.blocks import Decoder
 from .base import Codec, Encoded, HeadInputs, Shape, TensorSpec
 
 __all__ = ["QuaRotCodec"]
@@ -64,6 +65,11 @@ class QuaRotCodec(Codec):
     ) -> None:
         """See `Codec.decode`."""
         self._decode(tensors, out, start, end, self.rotation(shape[-1]))
+
+    def prepared(self, tensors: Mapping[str, Tensor], shape: Shape) -> Decoder | None:
+        """See `Codec.prepared`."""
+        bits, size, turned = self.config.bits, self.config.group_size, self.rotation(shape[3])
+        return ops.grouped_decoder(tensors, shape[3], GRID, bits, size, "channels", rotation=turned)
 
     def decode_rotated(
         self, tensors: Mapping[str, Tensor], shape: Shape, out: Tensor, start: int, end: int

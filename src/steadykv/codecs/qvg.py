@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import ops
 from ..errors import PayloadError
+from ..reference.blocks import Decoder
 from .base import Codec, Encoded, HeadInputs, Shape, TensorSpec, check_trits
 
 __all__ = ["Clusters", "QVGCodec"]
@@ -220,6 +221,13 @@ class QVGCodec(Codec):
             start,
             end,
             packing=config.packing,
+        )
+
+    def prepared(self, tensors: Mapping[str, Tensor], shape: Shape) -> Decoder | None:
+        """See `Codec.prepared`."""
+        config = self.config
+        return ops.clustered_decoder(
+            tensors, shape[3], self.grid, config.bits, config.group_size, config.packing
         )
 
     def check_indices(self, shape: Shape, tensors: Mapping[str, Tensor]) -> None:

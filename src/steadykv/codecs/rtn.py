@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..reference.blocks import Decoder
 from .base import Codec, Encoded, HeadInputs, Shape, TensorSpec, check_trits
 
 __all__ = ["RTNCodec"]
@@ -68,6 +69,12 @@ class RTNCodec(Codec):
             end,
             packing=config.packing,
         )
+
+    def prepared(self, tensors: Mapping[str, Tensor], shape: Shape) -> Decoder | None:
+        """See `Codec.prepared`."""
+        config, grid = self.config, str(self.config.grid)
+        bits, size, packing = config.bits, config.group_size, config.packing
+        return ops.grouped_decoder(tensors, shape[3], grid, bits, size, "channels", packing)
 
     def check_indices(self, shape: Shape, tensors: Mapping[str, Tensor]) -> None:
         """See `Codec.check_indices`."""

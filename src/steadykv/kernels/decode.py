@@ -9,11 +9,18 @@ import torch
 from torch import Tensor
 
 from ..reference import decode as reference
+from ..reference.blocks import Decoder, Heads
 from .decode_groups import groups_kernel
 from .decode_levels import levels_kernel, outliers_kernel
 from .launch import blocks, interpreted, on_device, power_of_two, tile_width
 
-__all__ = ["decode_clustered", "decode_grouped", "decode_nonuniform"]
+__all__ = [
+    "clustered_decoder",
+    "decode_clustered",
+    "decode_grouped",
+    "decode_nonuniform",
+    "grouped_decoder",
+]
 
 
 class Tile(NamedTuple):
@@ -49,7 +56,16 @@ def decode_clustered(
     """See `steadykv.ops.decode`."""
     if "row_index" in tensors:
         tensors = reference.dense_coefficients(tensors)
-    _decode_groups(tensors, out, grid, bits, group_size, "channels", start, end, packing, 0)
+    if out.numel():
+        decode = clustered_decoder(tensors, out.shape[3], grid, bits, group_size, packing)
+        decode(None, out, start, end)
+
+
+def clustered_decoder(
+    tensors: Mapping[str, Tensor], width: int, grid: str, bits: int, group_size: int, packing: str
+) -> Decoder:
+    """See `steadykv.ops.decode`."""
+    return _groups_decoder(tensors, width, grid, bits, group_size, "channels", packing, 0)
 
 
 def decode_grouped(
@@ -65,14 +81,34 @@ def decode_grouped(
     rotation: Sequence[int] = (),
 ) -> None:
     """See `steadykv.ops.decode`."""
+    if not out.numel():
+        return
+    width = out.shape[3]
+    decode = grouped_decoder(tensors, width, grid, bits, group_size, axis, packing, rotation)
+    if decode is not None:
+        decode(None, out, start, end)
+        return
+    reference.decode_grouped(
+        tensors, out, grid, bits, group_size, axis, start, end, packing, rotation
+    )
+
+
+def grouped_decoder(
+    tensors: Mapping[str, Tensor],
+    width: int,
+    grid: str,
+    bits: int,
+    group_size: int,
+    axis: str,
+    packing: str,
+    rotation: Sequence[int],
+) -> Decoder | None:
+    """See `steadykv.ops.decode`."""
     sizes = {width & -width for width in rotation}
     if len(sizes) > 1:  # blocks of several sizes: no kernel of its own
-        reference.decode_grouped(
-            tensors, out, grid, bits, group_size, axis, start, end, packing, rotation
-        )
-        return
+        return None
     levels = max(sizes, default=1).bit_length() - 1
-    _decode_groups(tensors, out, grid, bits, group_size, axis, start, end, packing, levels)
+    return _groups_decoder(tensors, width, grid, bits, group_size, axis, packing, levels)
 
 
 def decode_nonuniform(
@@ -99,7 +135,7 @@ def decode_nonuniform(
             out, codes, stored["center"], stored["half"], stored["levels"], *out.stride(),
             batch * heads, heads, start, count, tokens, tiles,
             WIDTH=width, WORDS=words, ROW=row, BITS=bits, BY_TOKENS=axis == "tokens",
-            IS_ALIGNED=_is_aligned(out), HEADS_FIRST=_heads_first(out),
+            IS_ALIGNED=_is_aligned(out.shape, out.stride()), HEADS_FIRST=_heads_first(out.stride()),
             BLOCK_T=tile.tokens, num_warps=tile.warps,
         )  # fmt: skip
         values, index = stored["outlier_values"], stored["outlier_index"]
@@ -117,49 +153,55 @@ def decode_nonuniform(
         )  # fmt: skip
 
 
-def _decode_groups(
+def _groups_decoder(
     tensors: Mapping[str, Tensor],
-    out: Tensor,
+    width: int,
     grid: str,
     bits: int,
     group_size: int,
     axis: str,
-    start: int,
-    end: int,
     packing: str,
     levels: int,
-) -> None:
-    if not out.numel():
-        return
-    batch, heads, count, width = out.shape
+) -> Decoder:
+    """Everything that does not depend on `out`, found once: reading a cache launches it often."""
     stored = {name: _plain(t) for name, t in tensors.items()}
     codes, row = _code_words(stored["codes"], width, bits, packing), stored["codes"].shape[3]
-    tokens = codes.shape[2]
+    payload_heads, tokens = codes.shape[1:3]
     scale = stored["scale_codes" if "scale_codes" in stored else "scale"]
     ids, centroids, basis = (stored.get(name) for name in ("ids", "centroids", "basis"))
     if centroids is not None and _has_pairs(centroids, width):
         centroids = centroids.view(torch.int32)
+    zeros = stored["zeros"] if grid == "affine_zero" else None
     rank = 0 if basis is None else basis.shape[-1]
     words = power_of_two(blocks(width, 8))
-    tile = _tile(COMPENSATED_TILES if rank else TILES, 8 * words)
-    tiles = blocks(count, tile.tokens)
-    with on_device(out):
-        groups_kernel[(batch * heads * tiles,)](
-            out, codes, scale, stored.get("scale_base"),
-            stored["minimum"] if grid.startswith("affine_min") else None,
-            stored["zeros"] if grid == "affine_zero" else None,
-            ids, centroids, stored.get("centroid_scale"),
-            basis, stored.get("coef_codes"), stored.get("coef_scales"), *out.stride(),
-            batch * heads, heads, start, count, tokens, tiles, scale.shape[2],
-            0 if centroids is None else centroids.shape[3],
-            stored["zeros"].shape[2] if grid == "affine_zero" else 0,
-            WIDTH=width, WORDS=words, ROW=row, BITS=bits, GROUP=group_size,
-            BY_TOKENS=axis == "tokens", STAGES=0 if ids is None else ids.shape[2], RANK=rank,
-            BLOCK_R=min(RANK_BLOCK, tile_width(rank)), LEVELS=levels,
-            IS_TRITS=packing == "trits", IS_ALIGNED=_is_aligned(out),
-            HEADS_FIRST=_heads_first(out), INTERPRET=INTERPRETED, BLOCK_T=tile.tokens,
-            num_warps=tile.warps,
-        )  # fmt: skip
+    tile_tokens, warps = _tile(COMPENSATED_TILES if rank else TILES, 8 * words)
+    payload = (
+        codes, scale, stored.get("scale_base"),
+        stored["minimum"] if grid.startswith("affine_min") else None, zeros,
+        ids, centroids, stored.get("centroid_scale"),
+        basis, stored.get("coef_codes"), stored.get("coef_scales"),
+    )  # fmt: skip
+    sizes = (
+        scale.shape[2],
+        0 if centroids is None else centroids.shape[3],
+        0 if zeros is None else zeros.shape[2],
+        width, words, row, bits, group_size, axis == "tokens", 0 if ids is None else ids.shape[2],
+        rank, min(RANK_BLOCK, tile_width(rank)), levels, packing == "trits",
+    )  # fmt: skip
+
+    def decode(part: Heads | None, out: Tensor, start: int, end: int) -> None:
+        batch, heads, count, _ = out.shape
+        tiles = blocks(count, tile_tokens)
+        first_row = 0 if part is None else part.row * payload_heads + part.head
+        strides = out.stride()
+        with on_device(out):
+            groups_kernel[(batch * heads * tiles,)](
+                out, *payload, *strides, batch * heads, heads, start, count, tokens, tiles,
+                first_row, *sizes, _is_aligned(out.shape, strides), _heads_first(strides),
+                INTERPRETED, tile_tokens, num_warps=warps,
+            )  # fmt: skip
+
+    return decode
 
 
 def _plain(tensor: Tensor) -> Tensor:
@@ -180,15 +222,15 @@ def _has_pairs(centroids: Tensor, width: int) -> bool:
     return is_bf16 and not width % 8 and not centroids.data_ptr() % 4
 
 
-def _is_aligned(out: Tensor) -> bool:
+def _is_aligned(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether each row of a token starts at a multiple of 16 numbers and has them side by side."""
-    if out.stride(3) != 1 or out.stride(2) >= 1 << 20:
+    if strides[3] != 1 or strides[2] >= 1 << 20:
         return False
-    return not any(s % 16 for s, size in zip(out.stride(), out.shape[:3], strict=False) if size > 1)
+    return not any(s % 16 for s, size in zip(strides, shape[:3], strict=False) if size > 1)
 
 
-def _heads_first(out: Tensor) -> bool:
-    return HEADS_FIRST and out.stride(1) < out.stride(2)
+def _heads_first(strides: Sequence[int]) -> bool:
+    return HEADS_FIRST and strides[1] < strides[2]
 
 
 def _tile(table: Mapping[int, Tile], width: int) -> Tile:

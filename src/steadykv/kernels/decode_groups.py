@@ -14,7 +14,7 @@ __all__ = ["groups_kernel"]
 @triton.jit(
     do_not_specialize=[
         "s_batch", "s_head", "s_token", "s_channel", "rows", "heads", "start", "count", "tokens",
-        "tiles", "runs", "clusters", "zeros_row",
+        "tiles", "first_row", "runs", "clusters", "zeros_row",
     ]
 )  # fmt: skip
 def groups_kernel(
@@ -40,6 +40,7 @@ def groups_kernel(
     count,
     tokens,
     tiles,
+    first_row,
     runs,
     clusters,
     zeros_row,
@@ -61,12 +62,14 @@ def groups_kernel(
 ):
     """Tokens start..start + count of `rows` heads, BLOCK_T of one head a program.
 
+    first_row: of these heads among the payload's.
+
     Absent tensors are None. p_base: p_scale has steps of it. p_minimum, p_zeros: the affine grids.
     runs: rows of scales a head, of `tokens` without BY_TOKENS. p_centroids: BF16 as pairs in int32
     or plain, or E4M3 as uint8.
     """
     row, tile = tile_of(tiles, rows, HEADS_FIRST)
-    head = row.to(tl.int64)
+    head = row.to(tl.int64) + first_row
     first = tile * BLOCK_T
     at = head * tokens + start + first  # this tile's first row in the payload
     o_token = tl.arange(0, BLOCK_T)
@@ -112,8 +115,8 @@ def groups_kernel(
     if LEVELS > 0:
         value = _rotated(value, WORDS, LEVELS, BLOCK_T)
     store_tile(
-        value, p_out, s_batch, s_head, s_token, s_channel, head, heads, first, o_token, o_channel,
-        m_tile, IS_ALIGNED,
+        value, p_out, s_batch, s_head, s_token, s_channel, row.to(tl.int64), heads, first, o_token,
+        o_channel, m_tile, IS_ALIGNED,
     )  # fmt: skip
 
 

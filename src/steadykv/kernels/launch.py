@@ -23,12 +23,18 @@ __all__ = [
     "tile_width",
 ]
 
+_HERE = nullcontext()
+
 _forced: ContextVar[int | None] = ContextVar("steadykv_shared_memory", default=None)
 
 
 def on_device(tensor: Tensor) -> Any:
     """Launches inside go to the device of `tensor`, whichever is current."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+    if not tensor.is_cuda:
+        return _HERE
+    if torch.compiler.is_compiling() or tensor.get_device() != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return _HERE  # entering the current device again would take as long as a small op
 
 
 def blocks(count: int, size: int) -> int:

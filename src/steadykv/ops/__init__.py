@@ -1,7 +1,14 @@
 """Contracts of the ops: shapes, dtypes and dispatch. The maths is in `steadykv.reference`."""
 
 from .attention import attend, attend_nbytes
-from .decode import decode_clustered, decode_grouped, decode_nonuniform
+from .decode import (
+    Decoder,
+    clustered_decoder,
+    decode_clustered,
+    decode_grouped,
+    decode_nonuniform,
+    grouped_decoder,
+)
 from .dispatch import BACKENDS, OPS, backend_of, explain, use_backend
 from .feedback_rounding import feedback_factor, feedback_quantize
 from .finite import head_rows
@@ -33,6 +40,7 @@ from .query_moment import accumulate_moment, channel_weight, merge_moment
 __all__ = [
     "BACKENDS",
     "OPS",
+    "Decoder",
     "accumulate_moment",
     "assign_centroids",
     "attend",
@@ -41,6 +49,7 @@ __all__ = [
     "centroid_values",
     "channel_weight",
     "cluster_means",
+    "clustered_decoder",
     "compensate",
     "compensate_clustered",
     "decode_clustered",
@@ -55,6 +64,7 @@ __all__ = [
     "gather_centroids",
     "group_dequantize",
     "group_quantize",
+    "grouped_decoder",
     "hadamard",
     "head_rows",
     "inlier_range",

@@ -6,15 +6,23 @@ writes `out`: nothing inside is traced, and the implementation is chosen when th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from ..reference.blocks import Decoder
 from .dispatch import resolve
 from .precision import full_precision
 
-__all__ = ["decode_clustered", "decode_grouped", "decode_nonuniform"]
+__all__ = [
+    "Decoder",
+    "clustered_decoder",
+    "decode_clustered",
+    "decode_grouped",
+    "decode_nonuniform",
+    "grouped_decoder",
+]
 
 
 def decode_clustered(
@@ -92,6 +100,38 @@ def decode_nonuniform(
         return
     module = resolve("decode", out.device, backend)
     module.decode_nonuniform(tensors, out, axis, bits, start, end)
+
+
+def clustered_decoder(
+    tensors: Mapping[str, Tensor], width: int, grid: str, bits: int, group_size: int, packing: str
+) -> Decoder | None:
+    """`decode_clustered` of one payload, D = width, prepared to be called again and again.
+
+    None where nothing would be gained: no kernel, sparse coefficients, inside `torch.compile`.
+    """
+    make = _maker("clustered_decoder", tensors)
+    return make(tensors, width, grid, bits, group_size, packing) if make else None
+
+
+def grouped_decoder(
+    tensors: Mapping[str, Tensor],
+    width: int,
+    grid: str,
+    bits: int,
+    group_size: int,
+    axis: str,
+    packing: str = "bits",
+    rotation: Sequence[int] = (),
+) -> Decoder | None:
+    """The same of `decode_grouped`."""
+    make = _maker("grouped_decoder", tensors)
+    return make(tensors, width, grid, bits, group_size, axis, packing, rotation) if make else None
+
+
+def _maker(name: str, tensors: Mapping[str, Tensor]) -> Callable[..., Decoder | None] | None:
+    if torch.compiler.is_compiling() or "row_index" in tensors:
+        return None
+    return getattr(resolve("decode", tensors["codes"].device), name, None)
 
 
 @torch.library.custom_op("steadykv::decode_clustered", mutates_args=("out",))

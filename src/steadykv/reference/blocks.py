@@ -10,6 +10,7 @@ from torch import Tensor
 
 __all__ = [
     "FP16_MAX",
+    "Decoder",
     "Heads",
     "Tokens",
     "divided",
@@ -86,6 +87,10 @@ class Heads(NamedTuple):
         """Their part of x [B, H·group, ...], a view."""
         x = x.narrow(0, self.row, self.rows)
         return x.narrow(1, self.head * group, self.heads * group)
+
+
+Decoder = Callable[[Heads | None, Tensor, int, int], None]
+"""(part, out, start, end): tokens of some heads of one payload, all without a part, into `out`."""
 
 
 class Tokens(NamedTuple):
