@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -197,6 +198,23 @@ def test_plans_keep_to_the_budget(layer, memory, lanes):
     assert chosen.nbytes == chosen.lanes * needed <= budget
     assert chosen.heads <= heads or chosen.heads % heads == 0
     assert pieces * chosen.tokens < tokens + ROUND_TOKENS * (pieces + 1)
+
+
+def test_a_merged_piece_is_gone_before_the_next_one(monkeypatch):
+    """A plan counts two outputs, that of the running piece and one beside it."""
+    pieces, alive, vendor_attention = [], [], attention.vendor_attention
+
+    def watched(*arguments: Any) -> tuple[Tensor, Tensor]:
+        alive.append(sum(piece() is not None for piece in pieces))
+        found = vendor_attention(*arguments)
+        pieces.append(weakref.ref(found[0]))
+        return found
+
+    monkeypatch.setattr(attention, "vendor_attention", watched)
+    q, k, v = sample(1, 1, tokens=600)
+    out, vendor = torch.empty_like(q), vendor_for(q.device, 64, k.dtype, False)
+    attend_planned(q, tokens_of(k, v), out, 0.125, None, Plan(1, 128, 1, 0), vendor)
+    assert alive == [0, 1, 0, 0, 0]  # beside the second, nothing is kept of the first but `out`
 
 
 def test_a_budget_that_is_too_small_gives_the_smallest_plan():

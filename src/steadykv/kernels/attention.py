@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ..reference import attention as reference
 from ..reference.blocks import Heads, Tokens, head_groups
-from .launch import blocks, on_device, power_of_two
+from .launch import Launch, blocks, on_device, power_of_two
 from .passes import Plan, plan
 from .vendor import attention as vendor_attention
 from .vendor import vendor_for
@@ -61,6 +61,7 @@ def attend_planned(
     """`attend` by a given plan and the vendor's kernel of that name."""
     batch, heads, _, width = q.shape
     group = heads // tokens.heads
+    merging = Launch(_merge_kernel, MERGE_WARPS)
     with on_device(q), _lanes(q.device, chosen.lanes) as streams:
         size = chosen.heads * chosen.tokens * width
         rooms = [q.new_empty(2, size) for _ in range(chosen.lanes)]
@@ -78,6 +79,7 @@ def attend_planned(
                 rooms[lane],
                 chosen.tokens,
                 vendor,
+                merging,
             )
 
 
@@ -91,10 +93,10 @@ def _attend_part(
     room: Tensor,
     step: int,
     vendor: str,
+    merging: Launch,
 ) -> None:
     width = q.shape[-1]
     low = lse = None
-    merge = merge_attention if torch.compiler.is_compiling() else _merge
     for start in range(0, tokens.length, step):
         end = min(start + step, tokens.length)
         if start == 0 or end == tokens.length:  # pieces are alike, but for a shorter last one
@@ -111,7 +113,10 @@ def _attend_part(
         is_first, is_last = low is None, end == tokens.length
         if low is None:
             low = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-        merge(out, low, lse, partial, partial_lse, is_first, is_last)
+        if torch.compiler.is_compiling():
+            merge_attention(out, low, lse, partial, partial_lse, is_first, is_last)
+        else:
+            _merge(merging, out, low, lse, partial, partial_lse, is_first, is_last)
         del partial, partial_lse  # or three outputs would be there during the next piece
 
 
@@ -149,6 +154,9 @@ def _side_stream(device: torch.device, number: int) -> torch.cuda.Stream:
 
 # All other strides are multiples of the width, whatever the number of rows.
 _RUNTIME = ["rows", "heads", "s_lse_b", "s_lse_h", "s_part_lse_b", "s_part_lse_h"]
+
+
+MERGE_WARPS = 4
 
 
 @triton.jit(do_not_specialize=_RUNTIME)
@@ -215,6 +223,7 @@ def _merge_kernel(
 
 
 def _merge(
+    launch: Launch,
     out: Tensor,
     low: Tensor,
     lse: Tensor,
@@ -223,15 +232,23 @@ def _merge(
     is_first: bool,
     is_last: bool,
 ) -> None:
-    """What the operator below does; called by itself it costs the host a fifth of the time."""
+    """What the operator below does; called by itself it costs the host a fifth of the time.
+
+    launch: of tensors of these dtypes and this width.
+    """
     batch, heads, rows, width = out.shape
     block_d = power_of_two(width)
     block_s = max(1, 4096 // block_d)
+    tensors = (out, low, lse, part, part_lse)
+    strides = (
+        *out.stride()[:3], *low.stride()[:2], *part.stride()[:3], *lse.stride()[:2],
+        *part_lse.stride()[:2],
+    )  # fmt: skip
+    kind = (*[x.data_ptr() % 16 for x in tensors], strides, is_first, is_last)
     with on_device(out):
-        _merge_kernel[(blocks(rows, block_s), batch * heads)](
-            out, low, lse, part, part_lse, rows, heads, *out.stride()[:3], *low.stride()[:2],
-            *part.stride()[:3], *lse.stride()[:2], *part_lse.stride()[:2],
-            width, block_d, block_s, is_first, is_last, num_warps=4,
+        launch(
+            kind, (blocks(rows, block_s), batch * heads, 1),
+            *tensors, rows, heads, *strides, width, block_d, block_s, is_first, is_last,
         )  # fmt: skip
 
 
@@ -255,7 +272,7 @@ def merge_attention(
     out, part: [B, H, S, D], rows contiguous. low: contiguous, what rounding left of `out`; read
     unless `is_first`, written unless `is_last`, as is lse, FP32 [B, H, S]. Allocates nothing.
     """
-    _merge(out, low, lse, part, part_lse, is_first, is_last)
+    _merge(Launch(_merge_kernel, MERGE_WARPS), out, low, lse, part, part_lse, is_first, is_last)
 
 
 @merge_attention.register_fake

@@ -12,7 +12,7 @@ from ..reference import decode as reference
 from ..reference.blocks import Decoder, Heads
 from .decode_groups import groups_kernel
 from .decode_levels import levels_kernel, outliers_kernel
-from .launch import blocks, interpreted, on_device, power_of_two, tile_width
+from .launch import Launch, blocks, interpreted, on_device, power_of_two, tile_width
 
 __all__ = [
     "clustered_decoder",
@@ -189,16 +189,20 @@ def _groups_decoder(
         rank, min(RANK_BLOCK, tile_width(rank)), levels, packing == "trits",
     )  # fmt: skip
 
+    launch = Launch(groups_kernel, warps)
+
     def decode(part: Heads | None, out: Tensor, start: int, end: int) -> None:
         batch, heads, count, _ = out.shape
         tiles = blocks(count, tile_tokens)
         first_row = 0 if part is None else part.row * payload_heads + part.head
         strides = out.stride()
+        forms = _is_aligned(out.shape, strides), _heads_first(strides)
         with on_device(out):
-            groups_kernel[(batch * heads * tiles,)](
+            # Of what Triton tells kernels apart by, `out` alone may differ between two calls.
+            launch(
+                (out.dtype, out.data_ptr() % 16, *forms), (batch * heads * tiles, 1, 1),
                 out, *payload, *strides, batch * heads, heads, start, count, tokens, tiles,
-                first_row, *sizes, _is_aligned(out.shape, strides), _heads_first(strides),
-                INTERPRETED, tile_tokens, num_warps=warps,
+                first_row, *sizes, *forms, INTERPRETED, tile_tokens,
             )  # fmt: skip
 
     return decode

@@ -13,6 +13,7 @@ import triton
 from torch import Tensor
 
 __all__ = [
+    "Launch",
     "blocks",
     "interpreted",
     "on_device",
@@ -35,6 +36,26 @@ def on_device(tensor: Tensor) -> Any:
     if torch.compiler.is_compiling() or tensor.get_device() != torch.cuda.current_device():
         return torch.cuda.device(tensor.device)
     return _HERE  # entering the current device again would take as long as a small op
+
+
+class Launch:
+    """Launches a kernel again without Triton's look-up of the compiled one, most of a launch.
+
+    Of one device. `kind`: whatever of the arguments Triton would compile another kernel for.
+    """
+
+    def __init__(self, kernel: Any, warps: int) -> None:
+        self.kernel, self.warps = kernel, warps
+        self.compiled: dict[Any, Any] = {}
+
+    def __call__(self, kind: Any, grid: tuple[int, int, int], *arguments: Any) -> None:
+        """All arguments in the order of the kernel's signature, constants among them."""
+        found = self.compiled.get(kind)
+        if found is not None:
+            found[grid](*arguments)
+            return
+        # None where it is interpreted.
+        self.compiled[kind] = self.kernel[grid](*arguments, num_warps=self.warps)
 
 
 def blocks(count: int, size: int) -> int:

@@ -14,11 +14,11 @@ __all__ = ["ROUND_TOKENS", "Plan", "plan", "plan_for"]
 
 # What a plan's time is estimated by. Of an H200 with 132 multiprocessors: the rate of the vendor's
 # attention (4.34 ms for 32 heads, 4,680 queries, 34,320 keys) and of a copy; rows of a block of it.
-# Of the host, roughly: what a pass takes, and each segment that is loaded in it.
+# Of the host, roughly: the vendor's attention and a merge of a piece, and each load of it.
 FLOPS = 606e12 / 132
 BLOCK_ROWS = 128
 BYTES = 4.2e12 / 132
-PASS_SECONDS = 60e-6
+PASS_SECONDS = 90e-6
 LOAD_SECONDS = 30e-6
 
 LEAST_TOKENS = 256  # of a piece
@@ -102,7 +102,8 @@ def plan_for(
             attention = waves * 4 * BLOCK_ROWS * length * width / FLOPS
             partial = passes * heads * group * rows * width * itemsize
             merging = partial * (2 + 5 * (pieces - 1)) / (BYTES * multiprocessors)
-            host = passes * (pieces * PASS_SECONDS + (pieces + segments) * LOAD_SECONDS)
+            loads = segments + 2 * (pieces - 1)  # a cut goes through keys and values
+            host = passes * (pieces * PASS_SECONDS + loads * LOAD_SECONDS)
             seconds = max(attention + merging, host)
             if best is None or seconds < least:
                 best, least = Plan(heads, length, lanes, nbytes), seconds
