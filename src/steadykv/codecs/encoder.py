@@ -104,12 +104,17 @@ def _encode_heads(codec: Codec, x: Tensor, heads: slice, inputs: HeadInputs) -> 
     """Encodes some of the N = B·H heads from a clean copy."""
     wide = not in_kernels(codec, x.device)
     rows, nonfinite = ops.head_rows(x, heads.start, heads.stop, wide=wide)
-    whole = (inputs.moment, inputs.count, inputs.initial_centroids, inputs.initial_ids)
-    moment, count, start, ids = (None if t is None else t[heads] for t in whole)
-    mine = replace(inputs, moment=moment, count=count, initial_centroids=start, initial_ids=ids)
-    encoded = codec.encode(rows, mine)
+    if len(rows) < x.shape[0] * x.shape[1]:
+        inputs = _of(inputs, heads)
+    encoded = codec.encode(rows, inputs)
     encoded.flags["nonfinite"] = nonfinite
     return encoded
+
+
+def _of(inputs: HeadInputs, heads: slice) -> HeadInputs:
+    whole = (inputs.moment, inputs.count, inputs.initial_centroids, inputs.initial_ids)
+    moment, count, start, ids = (None if t is None else t[heads] for t in whole)
+    return replace(inputs, moment=moment, count=count, initial_centroids=start, initial_ids=ids)
 
 
 def heads_per_pass(codec: Codec, shape: Shape, device: torch.device) -> int:

@@ -76,6 +76,7 @@ def tile_width(count: int) -> int:
     return max(16, power_of_two(count))
 
 
+@cache  # the environment is read each time, at two microseconds
 def interpreted() -> bool:
     """Whether kernels run in Triton's interpreter, which cannot multiply BF16."""
     return bool(triton.knobs.runtime.interpret)
