@@ -21,32 +21,35 @@ def nearest_kernel(
     PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
     TILE: tl.constexpr,
+    STAGES: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
     """argmin_j |mu_j|^2 - 2 x·mu_j, the lowest j on ties, of `tiles` tiles of tokens.
 
-    The centroids stay in shared memory where one tile of them is all.
+    The first TILE centroids stay in shared memory, while the next tokens are on their way.
     """
     head, first = tl.program_id(1).to(tl.int64), tl.program_id(0) * tiles
     channel = tl.arange(0, PADDED)
     mu, norm = _table(doubled, norms, head, 0, CLUSTERS, WIDTH, PADDED, TILE, INTERPRETED)
-    for tile in range(first, first + tiles):
-        token = tile * TOKENS + tl.arange(0, TOKENS)
-        inside = (token < tokens)[:, None] & (channel < WIDTH)[None, :]
-        row = (head * tokens + token)[:, None] * WIDTH
-        value = tl.load(x + row + channel[None, :], mask=inside, other=0).to(tl.bfloat16)
+    for tile in tl.range(first, first + tiles, num_stages=STAGES):
+        start = head * tokens + tile * TOKENS
+        offset = tl.arange(0, TOKENS)
+        inside = offset < tokens - tile * TOKENS
+        mask = inside[:, None] & (channel < WIDTH)[None, :]
+        place = x + start * WIDTH + (offset[:, None] * WIDTH + channel[None, :])
+        value = tl.load(place, mask=mask, other=0).to(tl.bfloat16)
         if INTERPRETED:
             value = value.to(tl.float32)
         best, chosen = _least(value, mu, norm, TILE)
-        for start in range(TILE, CLUSTERS, TILE):
+        for other in range(TILE, CLUSTERS, TILE):
             more, more_norm = _table(
-                doubled, norms, head, start, CLUSTERS, WIDTH, PADDED, TILE, INTERPRETED
+                doubled, norms, head, other, CLUSTERS, WIDTH, PADDED, TILE, INTERPRETED
             )
             least, where = _least(value, more, more_norm, TILE)
-            chosen = tl.where(least < best, start + where, chosen)
+            chosen = tl.where(least < best, other + where, chosen)
             best = tl.minimum(least, best)
         chosen = tl.minimum(chosen, CLUSTERS - 1)  # numbers that overflow have no least score
-        tl.store(ids + head * tokens + token, chosen.to(ids.dtype.element_ty), mask=token < tokens)
+        tl.store(ids + start + offset, chosen.to(ids.dtype.element_ty), mask=inside)
 
 
 @triton.jit

@@ -24,7 +24,15 @@ from ..reference.kmeans import (
     subtract_centroids as _subtract,
 )
 from .assign import nearest_kernel
-from .launch import blocks, interpreted, on_device, power_of_two, processors, tile_width
+from .launch import (
+    blocks,
+    interpreted,
+    on_device,
+    power_of_two,
+    processors,
+    shared_memory,
+    tile_width,
+)
 
 __all__ = [
     "assign_centroids",
@@ -40,8 +48,10 @@ __all__ = [
 
 BF16_MAX = tl.constexpr(3.3895313892515355e38)
 
-# Tiles of a program, and programs for each processor.
-ASSIGN_TOKENS, ASSIGN_CENTROIDS, ASSIGN_WARPS, ASSIGN_PROGRAMS = 128, 64, 4, 64
+# Of an assignment: tokens of a tile, centroids that a program keeps, bytes of those. Two programs
+# share a processor: while one finds the least of its scores, the other multiplies.
+ASSIGN_TOKENS, ASSIGN_CENTROIDS, ASSIGN_BYTES = 64, 256, 64 << 10
+ASSIGN_WARPS, ASSIGN_PROGRAMS, ASSIGN_STAGES = 4, 2, 3
 SUM_TOKENS, SUM_CENTROIDS, SUM_WARPS = 64, 128, 4
 COUNT_TOKENS = 1024
 Scores = tuple[Tensor, Tensor]
@@ -118,7 +128,14 @@ def _assign(x: Tensor, scores: Scores, kind: torch.dtype) -> Tensor:
     (heads, tokens, width), (doubled, norms) = x.shape, scores
     ids = torch.empty(heads, tokens, dtype=kind, device=x.device)
     count = blocks(tokens, ASSIGN_TOKENS)
-    tiles = max(1, count * heads // (ASSIGN_PROGRAMS * processors(x.device)))
+    programs = max(1, ASSIGN_PROGRAMS * processors(x.device) // heads)
+    tiles = blocks(count, programs)
+    padded = tile_width(width)
+    kept = min(ASSIGN_CENTROIDS, ASSIGN_BYTES // (2 * padded), tile_width(norms.shape[1]))
+    stages = ASSIGN_STAGES
+    tile_bytes = ASSIGN_TOKENS * padded * x.element_size()
+    while stages > 1 and 2 * kept * padded + stages * tile_bytes > shared_memory(x.device) // 2:
+        stages -= 1
     with on_device(x):
         nearest_kernel[blocks(count, tiles), heads](
             x,
@@ -129,9 +146,10 @@ def _assign(x: Tensor, scores: Scores, kind: torch.dtype) -> Tensor:
             tiles,
             norms.shape[1],
             width,
-            tile_width(width),
+            padded,
             ASSIGN_TOKENS,
-            min(ASSIGN_CENTROIDS, tile_width(norms.shape[1])),
+            kept,
+            stages,
             interpreted(),
             num_warps=ASSIGN_WARPS,
         )
