@@ -28,8 +28,6 @@ __all__ = [
     "check_finite",
     "check_pair",
     "check_position",
-    "copy_finite",
-    "count_nonfinite",
     "resolve_device",
 ]
 
@@ -37,9 +35,6 @@ LAYOUTS = {"BSHD": 1, "BHSD": 2}
 """Layout -> token dimension."""
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
-_BITS = {2: torch.int16, 4: torch.int32}
-_EXPONENT = {torch.bfloat16: 0x7F80, torch.float16: 0x7C00, torch.float32: 0x7F800000}
 
 
 @dataclass(frozen=True)
@@ -214,24 +209,3 @@ def check_finite(layer: int, **tensors: Tensor) -> None:
                 f"layer {layer}: {name} {tuple(x.shape)} has {bad} NaN or Inf: expected finite "
                 "numbers; find where the model makes them, or use debug=False to store 0 instead"
             )
-
-
-def count_nonfinite(x: Tensor, bad_count: Tensor) -> None:
-    """Add the number of NaN and Inf in `x` to `bad_count` (int64 [], on the device).
-
-    All exponent bits are set in exactly those. Allocates the bits once more and one byte each.
-    """
-    mask = _EXPONENT[x.dtype]
-    exponents = torch.bitwise_and(x.view(_BITS[x.element_size()]), mask)
-    bad_count.add_(torch.count_nonzero(exponents.eq_(mask)))
-
-
-def copy_finite(source: Tensor, target: Tensor, bad_count: Tensor) -> None:
-    """Copy, with NaN and Inf as 0; adds their number to `bad_count` (int64 [], on the device).
-
-    Allocates one byte per element. The bits are compared as integers, because that is vectorised
-    where a comparison of bf16 is not.
-    """
-    torch.nan_to_num(source, nan=0.0, posinf=0.0, neginf=0.0, out=target)
-    bits = _BITS[source.element_size()]
-    bad_count.add_(torch.count_nonzero(torch.ne(source.view(bits), target.view(bits))))

@@ -14,8 +14,6 @@ from steadykv.cache.checks import (
     check_finite,
     check_pair,
     check_position,
-    copy_finite,
-    count_nonfinite,
     resolve_device,
 )
 from steadykv.cache.isolation import isolated
@@ -29,6 +27,7 @@ from steadykv.cache.workspace import decode_workspace_nbytes
 from steadykv.codecs import Calibration, SpanKey
 from steadykv.config import CacheConfig, CodecConfig
 from steadykv.errors import ConfigError, ShapeError
+from steadykv.ops import copy_finite, count_nonfinite
 from steadykv.ops.precision import full_precision
 
 __all__ = ["LayerCache"]
@@ -113,7 +112,7 @@ class LayerCache:
 
         start: that of the open chunk overwrites it, also with another length; its end commits it
         and opens the next one. NaN and Inf are stored as 0 and counted.
-        Allocates K and V of a new chunk, and for a moment one byte per element of K.
+        Allocates K and V of a new chunk, and without kernels for a moment a byte per number of K.
         Raises PositionError for any other start, ShapeError, ConfigError for a policy whose spans
         turn out not to fit into the window, and NonFiniteError in debug mode; then nothing of it
         was stored.
@@ -178,8 +177,8 @@ class LayerCache:
             check_finite(self.layer, q=q)
         if self.stats is None:
             return
-        count_nonfinite(q, self.nonfinite_count)
         heads_first = self.keys.heads_first(q)
+        count_nonfinite(heads_first, self.nonfinite_count)
         self.stats.observe(heads_first, self._current_group())
         self._account(self.stats.workspace_nbytes(heads_first))
 
@@ -276,7 +275,9 @@ class LayerCache:
             memory = self.geometry.empty(tensor.shape[0], end - start)
             segment = Segment(start, end, memory, role="open")
             store.append(segment)
-        copy_finite(tensor, segment.tensor, self.nonfinite_count)
+        copy_finite(
+            store.heads_first(tensor), store.heads_first(segment.tensor), self.nonfinite_count
+        )
 
     def _append_pieces(
         self, store: TensorStore, codec: CodecConfig, chunk: Segment, pieces: Sequence[Piece]

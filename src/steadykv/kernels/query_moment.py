@@ -31,11 +31,13 @@ def accumulate_moment(moment: Tensor, count: Tensor, queries: Tensor) -> None:
     Products of BF16 and FP16 queries are exact, those of FP32 ones are three TF32 products; sums
     are FP32. Allocates FP32 [B, H, P, D, D], P <= 16 shares of the queries.
     """
-    _accumulate(moment, count, queries)
+    if torch.compiler.is_compiling():
+        _accumulate(moment, count, queries)
+    else:  # the operator around it takes the host as long as all of this
+        _accumulate_now(moment, count, queries)
 
 
-@torch.library.custom_op("steadykv::accumulate_moment", mutates_args=("moment", "count"))
-def _accumulate(moment: Tensor, count: Tensor, queries: Tensor) -> None:
+def _accumulate_now(moment: Tensor, count: Tensor, queries: Tensor) -> None:
     batch, heads, width, _ = moment.shape
     pooled, tokens = queries.shape[1] // heads, queries.shape[2]
     rows = pooled * tokens
@@ -79,6 +81,11 @@ def _accumulate(moment: Tensor, count: Tensor, queries: Tensor) -> None:
             enable_fp_fusion=False,
         )
     count += rows
+
+
+_accumulate = torch.library.custom_op(
+    "steadykv::accumulate_moment", _accumulate_now, mutates_args=("moment", "count")
+)
 
 
 @_accumulate.register_fake

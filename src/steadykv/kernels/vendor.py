@@ -38,9 +38,13 @@ def vendor_for(device: torch.device, width: int, dtype: torch.dtype, has_bias: b
     return "cudnn" if width <= 128 and _has_cudnn(device.index) else "flash"
 
 
-@torch.compiler.assume_constant_result
-@cache
+@torch.compiler.assume_constant_result  # of a function itself: what a cache wraps is traced
 def _has_cudnn(index: int | None) -> bool:
+    return _has_cudnn_9(index)
+
+
+@cache
+def _has_cudnn_9(index: int | None) -> bool:
     return (
         torch.cuda.get_device_capability(index) >= (9, 0)
         and torch.backends.cudnn.is_available()

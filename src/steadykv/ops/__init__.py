@@ -11,7 +11,7 @@ from .decode import (
 )
 from .dispatch import BACKENDS, OPS, backend_of, explain, use_backend
 from .feedback_rounding import feedback_factor, feedback_quantize
-from .finite import head_rows
+from .finite import copy_finite, count_nonfinite, head_rows
 from .group_quantize import group_dequantize, group_quantize, quantize_clustered
 from .hadamard import hadamard
 from .kmeans import (
@@ -52,6 +52,8 @@ __all__ = [
     "clustered_decoder",
     "compensate",
     "compensate_clustered",
+    "copy_finite",
+    "count_nonfinite",
     "decode_clustered",
     "decode_grouped",
     "decode_nonuniform",

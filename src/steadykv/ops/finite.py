@@ -1,4 +1,4 @@
-"""Contract: the tokens of some heads, made fit for encoding."""
+"""Contract: numbers of a host, made fit for storing and encoding."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .dispatch import resolve
 
-__all__ = ["head_rows"]
+__all__ = ["copy_finite", "count_nonfinite", "head_rows"]
 
 
 def head_rows(
@@ -20,3 +20,22 @@ def head_rows(
     where kernels, which read BF16, do the rest (`wide` off), those of a BF16 `x` stay BF16.
     """
     return resolve("finite", x.device, backend).head_rows(x, first, last, wide)
+
+
+def copy_finite(
+    source: Tensor, target: Tensor, count: Tensor, *, backend: str | None = None
+) -> None:
+    """Copies [B, H, S, D] with NaN and Inf as 0, and adds how many there were to `count`.
+
+    source, target: of one float dtype and device, any strides. count: int64 [], on the device.
+    The reference allocates one byte per element, the kernel nothing.
+    """
+    resolve("finite", source.device, backend).copy_finite(source, target, count)
+
+
+def count_nonfinite(x: Tensor, count: Tensor, *, backend: str | None = None) -> None:
+    """Adds the number of NaN and Inf in x [B, H, S, D] to `count`, int64 [] on the device.
+
+    The reference allocates the numbers' bits once more and one byte each, the kernel nothing.
+    """
+    resolve("finite", x.device, backend).count_nonfinite(x, count)

@@ -1,11 +1,20 @@
-"""Definition: FP32 rows of heads, NaN and Inf replaced by 0 and counted per head."""
+"""Definition: NaN and Inf replaced by 0 and counted."""
 
 import torch
 from torch import Tensor
 
 from .blocks import row_blocks
 
-__all__ = ["head_rows"]
+__all__ = ["copy_finite", "count_nonfinite", "head_rows"]
+
+# Bits are compared as integers, because that is vectorised where a comparison of bf16 is not.
+_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_EXPONENT = {
+    torch.bfloat16: 0x7F80,
+    torch.float16: 0x7C00,
+    torch.float32: 0x7F800000,
+    torch.float64: 0x7FF0 << 48,
+}
 
 
 def head_rows(x: Tensor, first: int, last: int, wide: bool = True) -> tuple[Tensor, Tensor]:
@@ -26,3 +35,17 @@ def head_rows(x: Tensor, first: int, last: int, wide: bool = True) -> tuple[Tens
             count_of += torch.count_nonzero(bad)
             head_of[block].masked_fill_(bad, 0)
     return rows, counts
+
+
+def copy_finite(source: Tensor, target: Tensor, count: Tensor) -> None:
+    """See `steadykv.ops.finite`."""
+    torch.nan_to_num(source, nan=0.0, posinf=0.0, neginf=0.0, out=target)
+    bits = _BITS[source.element_size()]
+    count.add_(torch.count_nonzero(torch.ne(source.view(bits), target.view(bits))))
+
+
+def count_nonfinite(x: Tensor, count: Tensor) -> None:
+    """See `steadykv.ops.finite`; all exponent bits are set in exactly those numbers."""
+    mask = _EXPONENT[x.dtype]
+    exponents = torch.bitwise_and(x.view(_BITS[x.element_size()]), mask)
+    count.add_(torch.count_nonzero(exponents.eq_(mask)))
