@@ -2,6 +2,9 @@
 
 `symmetric` (E4M3 scales) and `affine_zero` of 2 and 4 bits, with groups that are powers of two; the
 other forms are computed by the reference from the residual.
+
+Two bits count the thresholds below a number with arithmetic that saturates, as that runs at twice
+the rate of comparisons; what a group needs is computed once, by one thread.
 """
 
 from __future__ import annotations
@@ -14,14 +17,19 @@ from torch import Tensor
 from ..reference.group_quantize import group_dequantize
 from ..reference.group_quantize import group_quantize as _group_quantize
 from ..reference.pack import pack
-from .kmeans import residual_tile, subtract_centroids
-from .launch import blocks, on_device, power_of_two
-from .numbers import e4m3_encode, e4m3_value, nearest
+from .kmeans import subtract_centroids
+from .launch import blocks, interpreted, on_device, power_of_two
+from .numbers import e4m3_byte, e4m3_rounded, nearest
+from .residual import LANES, as_pairs, residual_pairs, word_places
 
 __all__ = ["group_dequantize", "group_quantize", "quantize_clustered"]
 
-TOKENS, WARPS = 32, 4  # of one program
+TILE = 2048  # numbers of one warp
+WARPS = 1  # of one program
 FP16_MAX = tl.constexpr(65504.0)
+# A power of two that makes every difference of a residual and a threshold 1 or more: thresholds are
+# 2^-25 or more, and numbers next to them 2^-49 away.
+MAGNIFIED = tl.constexpr(2.0**50)
 
 
 def group_quantize(
@@ -42,11 +50,14 @@ def quantize_clustered(
     include_zero: bool = True,
     scale_search: bool = False,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """See `steadykv.ops.group_quantize`."""
+    """See `steadykv.ops.group_quantize`.
+
+    Grid `affine_zero` allocates FP32 [N, S, 2·G] besides, G rounded up to a power of two.
+    """
     heads, tokens, width = x.shape
     padded = power_of_two(width)
     size = min(group_size, padded)
-    has_kernel = size & (size - 1) == 0 and width >= 16 and include_zero and not scale_search
+    has_kernel = size & (size - 1) == 0 and size >= 8 and include_zero and not scale_search
     if not has_kernel or grid not in ("symmetric", "affine_zero"):
         residual = subtract_centroids(x, centroids, ids)
         return _group_quantize(
@@ -58,63 +69,344 @@ def quantize_clustered(
             include_zero=include_zero,
             scale_search=scale_search,
         )
-    groups = -(-width // size)
-    # Whole bytes of codes; a row that ends within one, trits and 3 bits are packed afterwards.
-    in_bytes = bits in (2, 4) and packing == "bits" and width % (8 // bits) == 0
-    codes = _bytes(x, heads, tokens, width * bits // 8 if in_bytes else width)
-    is_symmetric = grid == "symmetric"
-    scales = _bytes(x, heads, tokens, groups)
-    programs = blocks(tokens, TOKENS)
-    in_words = groups & (groups - 1) == 0 and bits in (2, 4)  # zero points of a tile fill bytes
-    nbytes = blocks(tokens * groups * bits, 8) if in_words else tokens * groups
-    zeros = _bytes(x, heads, 0 if is_symmetric else nbytes)
+    groups = blocks(width, size)
+    # Whole words of codes; trits, 3 bits, and rows that end within a word are packed afterwards.
+    in_words = bits in (2, 4) and packing == "bits" and width % 8 == 0
+    codes = torch.empty(
+        heads, tokens, width * bits // 8 if in_words else width, dtype=torch.uint8, device=x.device
+    )
+    scales = torch.empty(heads, tokens, groups, dtype=torch.uint8, device=x.device)
+    counts = torch.zeros(2, heads, dtype=torch.int64, device=x.device)
+    block = WARPS * max(4, TILE // padded)
+    place = (blocks(tokens, block), heads)
+    inputs = (as_pairs(x), as_pairs(centroids.contiguous()), ids.contiguous())
+    shape = (centroids.shape[1], width, size, groups, padded // size, min(LANES, size // 8), block)
+    coding = (2**bits, bits if in_words else 8, interpreted())
+    words = codes.view(torch.int16) if in_words else codes
+    if grid == "symmetric":
+        with on_device(x):
+            _symmetric[place](
+                *inputs, words, scales, counts, tokens, *shape, *coding, num_warps=WARPS
+            )
+        if not in_words:
+            codes = pack(codes, bits, packing)
+        return {"codes": codes, "scale": scales.view(torch.float8_e4m3fn)}, counts[0]
+    # Zero points of a tile fill bytes.
+    has_zero_bytes = groups & (groups - 1) == 0 and bits in (2, 4)
+    nbytes = blocks(tokens * groups * bits, 8) if has_zero_bytes else tokens * groups
+    zeros = torch.empty(heads, nbytes, dtype=torch.uint8, device=x.device)
     base = torch.empty(heads, dtype=torch.float16, device=x.device)
-    lost = torch.empty(heads, programs, dtype=torch.int32, device=x.device)
-    shared = (centroids.contiguous(), ids.contiguous(), tokens, centroids.shape[1])
-    shape = (width, padded, groups, power_of_two(groups), size, 2**bits)
-    saturated = None
+    ends = torch.empty(2, heads, tokens, padded // size, dtype=torch.float32, device=x.device)
     with on_device(x):
-        if not is_symmetric:
-            widest = torch.empty(heads, programs, dtype=torch.float32, device=x.device)
-            saturated = torch.empty(heads, dtype=torch.int64, device=x.device)
-            _widest[programs, heads](x, *shared, widest, *shape, TOKENS, num_warps=WARPS)
-            _base[heads,](widest, base, saturated, programs, 1024)
-        _codes[programs, heads](
-            x,
-            *shared,
-            base,
-            codes,
-            scales,
-            zeros,
-            lost,
-            zeros.shape[1],
-            *shape,
-            bits if in_bytes else 8,
-            bits if in_words else 8,
-            is_symmetric,
-            TOKENS,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
-    if not in_bytes:
-        codes = pack(codes, bits, packing)
-    if saturated is None:
-        kind = torch.float8_e4m3fn
-        return {"codes": codes, "scale": scales.view(kind)}, lost.sum(1, dtype=torch.int64)
+        _ranges[place](*inputs, ends, counts, tokens, *shape, num_warps=WARPS)
+        _affine[place](
+            *inputs, ends, counts, words, scales, base, zeros, tokens, nbytes, *shape, *coding,
+            bits if has_zero_bytes else 8, num_warps=WARPS,
+        )  # fmt: skip
     if not in_words:
+        codes = pack(codes, bits, packing)
+    if not has_zero_bytes:
         zeros = pack(zeros, bits)
-    return {"codes": codes, "scale_codes": scales, "scale_base": base, "zeros": zeros}, saturated
-
-
-def _bytes(x: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.uint8, device=x.device)
+    tensors = {"codes": codes, "scale_codes": scales, "scale_base": base, "zeros": zeros}
+    return tensors, counts[0]
 
 
 @triton.jit
-def _range(residual, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """Ends of every group, with 0 inside: FP32 [TOKENS, GROUPS]."""
-    grouped = tl.reshape(residual, [TOKENS, GROUPS, SIZE])
-    return tl.minimum(tl.min(grouped, 2), 0.0), tl.maximum(tl.max(grouped, 2), 0.0)
+def _residual(
+    p_x,
+    p_mu,
+    p_ids,
+    tokens,
+    CLUSTERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    ALL: tl.constexpr,
+    LANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """Of this program's tokens, the last one again in place of those that do not exist.
+
+    Then the head, the first of them, and the row that it has among those of all heads.
+    """
+    UNIT: tl.constexpr = 2 if p_x.dtype.element_ty == tl.int32 else 1
+    MU_UNIT: tl.constexpr = 2 if p_mu.dtype.element_ty == tl.int32 else 1
+    head = tl.program_id(1).to(tl.int64)
+    first = tl.program_id(0) * TOKENS
+    row = head * tokens + first
+    o_token = tl.minimum(tl.arange(0, TOKENS), tokens - 1 - first)
+    even, odd = residual_pairs(
+        p_x + row * (WIDTH // UNIT),
+        p_mu + head * (CLUSTERS * WIDTH // MU_UNIT),
+        p_ids + row,
+        o_token,
+        word_places(SIZE // 8, ALL, LANES),
+        WIDTH,
+        ALL * SIZE != WIDTH,
+    )
+    return even, odd, head, first, row
+
+
+@triton.jit
+def _over_group(value):
+    """The largest of each group, [GROUPS, TOKENS]."""
+    return tl.max(tl.max(tl.max(value, 4), 3), 0)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _symmetric(
+    p_x,
+    p_mu,
+    p_ids,
+    p_codes,
+    p_scales,
+    p_counts,
+    tokens,
+    CLUSTERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    LANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    even, odd, head, first, row = _residual(
+        p_x, p_mu, p_ids, tokens, CLUSTERS, WIDTH, SIZE, ALL, LANES, TOKENS
+    )
+    TOP: tl.constexpr = LEVELS // 2 - 1
+    peak = _over_group(tl.maximum(tl.abs(even), tl.abs(odd)))
+    wanted = peak if TOP == 1 else tl.div_rn(peak, tl.full([1, 1], TOP * 1.0, tl.float32))
+    step = e4m3_rounded(tl.minimum(tl.maximum(wanted, 0.001953125), 448.0))
+    o_token, o_group = tl.arange(0, TOKENS), tl.arange(0, ALL)
+    m_token = o_token < tokens - first
+    mask = (o_group < GROUPS)[:, None] & m_token[None, :]
+    at = o_group[:, None] + (o_token * GROUPS)[None, :]
+    tl.store(p_scales + row * GROUPS + at, e4m3_byte(step), mask=mask)
+    lost = tl.sum(((wanted > 448.0) & mask).to(tl.int32))
+    if lost > 0:
+        tl.atomic_add(p_counts + head, lost.to(tl.int64), sem="relaxed")
+    if TOP == 1:  # one half is even's: 0
+        half = (step * 0.5)[None, :, :, None, None]
+        even = _above(even, half, INTERPRET) - _below(even, half, INTERPRET)
+        odd = _above(odd, half, INTERPRET) - _below(odd, half, INTERPRET)
+    else:
+        inverse = tl.div_rn(tl.full([1, 1], 1.0, tl.float32), step)[None, :, :, None, None]
+        step = step[None, :, :, None, None]
+        even = tl.minimum(tl.maximum(_rounded(even, step, inverse), -TOP), TOP)
+        odd = tl.minimum(tl.maximum(_rounded(odd, step, inverse), -TOP), TOP)
+    _store_codes(
+        p_codes, row, even, odd, TOP, m_token, WIDTH, SIZE, ALL, LANES, TOKENS, CODE_BITS
+    )
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _ranges(
+    p_x,
+    p_mu,
+    p_ids,
+    p_ends,
+    p_counts,
+    tokens,
+    CLUSTERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    LANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+):
+    """The ends of every group, with 0 inside, and the bits of the widest range of the head."""
+    even, odd, head, first, row = _residual(
+        p_x, p_mu, p_ids, tokens, CLUSTERS, WIDTH, SIZE, ALL, LANES, TOKENS
+    )
+    high = tl.maximum(_over_group(tl.maximum(even, odd)), 0.0)
+    low = -tl.maximum(_over_group(-tl.minimum(even, odd)), 0.0)
+    o_token, o_group = tl.arange(0, TOKENS), tl.arange(0, ALL)
+    at = o_group[:, None] + (o_token * ALL)[None, :]
+    mask = (o_token < tokens - first)[None, :] & (o_group >= 0)[:, None]
+    p_low = p_ends + row * ALL
+    tl.store(p_low + at, low, mask=mask)
+    tl.store(p_low + tl.num_programs(1).to(tl.int64) * tokens * ALL + at, high, mask=mask)
+    widest = tl.max(high - low).to(tl.int32, bitcast=True)  # ordered as the numbers, which are >= 0
+    tl.atomic_max(p_counts + tl.num_programs(1) + head, widest.to(tl.int64), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["tokens", "zero_nbytes"])
+def _affine(
+    p_x,
+    p_mu,
+    p_ids,
+    p_ends,
+    p_counts,
+    p_codes,
+    p_scales,
+    p_base,
+    p_zeros,
+    tokens,
+    zero_nbytes,
+    CLUSTERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    LANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    ZERO_BITS: tl.constexpr,
+):
+    even, odd, head, first, row = _residual(
+        p_x, p_mu, p_ids, tokens, CLUSTERS, WIDTH, SIZE, ALL, LANES, TOKENS
+    )
+    top = tl.load(p_counts + tl.num_programs(1) + head).to(tl.int32).to(tl.float32, bitcast=True)
+    # The FP16 base of a head is 1/255 of its widest step.
+    wanted = tl.div_rn(tl.div_rn(top, top * 0 + (LEVELS - 1.0)), top * 0 + 255.0)
+    base = tl.minimum(wanted, FP16_MAX).to(tl.float16)
+    if first == 0:
+        tl.store(p_base + head, base)
+        tl.store(p_counts + head, (wanted > FP16_MAX).to(tl.int64))
+    # One group after the other: a thread has another one than where numbers are.
+    o_flat = tl.arange(0, TOKENS * ALL)
+    o_token, o_group = o_flat // ALL, o_flat % ALL
+    m_flat = o_token < tokens - first
+    p_low = p_ends + row * ALL
+    p_high = p_low + tl.num_programs(1).to(tl.int64) * tokens * ALL
+    low = tl.load(p_low + o_flat, mask=m_flat, other=0.0)
+    high = tl.load(p_high + o_flat, mask=m_flat, other=0.0)
+    unit = base.to(tl.float32) + low * 0.0
+    wanted = tl.div_rn(high - low, low * 0.0 + (LEVELS - 1.0))
+    count = tl.minimum(tl.maximum(_clipped(tl.div_rn(wanted, _divisor(unit))), 1.0), 255.0)
+    step = _divisor(unit * count)
+    zero = tl.minimum(tl.maximum(_clipped(tl.div_rn(-low, step)), 0.0), LEVELS - 1.0)
+    m_group = m_flat & (o_group < GROUPS)
+    tl.store(p_scales + row * GROUPS + o_token * GROUPS + o_group, count.to(tl.uint8), mask=m_group)
+    p_zeros += head * zero_nbytes
+    if ZERO_BITS == 8:
+        at = (first + o_token) * GROUPS + o_group
+        tl.store(p_zeros + at, zero.to(tl.uint8), mask=m_group)
+    else:
+        PER_BYTE: tl.constexpr = 8 // ZERO_BITS
+        COUNT: tl.constexpr = TOKENS * ALL // PER_BYTE
+        shift = (tl.arange(0, PER_BYTE) * ZERO_BITS)[None, :]
+        code = tl.reshape(tl.where(m_group, zero, 0.0).to(tl.int32), [COUNT, PER_BYTE])
+        at = first * ALL // PER_BYTE + tl.arange(0, COUNT)
+        packed = tl.sum(code << shift, 1).to(tl.uint8)
+        tl.store(p_zeros + at, packed, mask=at < zero_nbytes)
+    if LEVELS == 4:
+        first_limit = _limit_of_group(_threshold(1.0 - zero, step), TOKENS, ALL)
+        even_code, odd_code = _above(even, first_limit, INTERPRET), _above(odd, first_limit, INTERPRET)
+        for level in tl.static_range(2, LEVELS):
+            limit = _limit_of_group(_threshold(level - zero, step), TOKENS, ALL)
+            even_code += _above(even, limit, INTERPRET)
+            odd_code += _above(odd, limit, INTERPRET)
+    else:
+        inverse = _limit_of_group(tl.div_rn(low * 0.0 + 1.0, step), TOKENS, ALL)
+        step = _limit_of_group(step, TOKENS, ALL)
+        zero = _limit_of_group(zero, TOKENS, ALL)
+        even_code = _rounded(even, step, inverse) + zero
+        odd_code = _rounded(odd, step, inverse) + zero
+        even_code = tl.minimum(tl.maximum(even_code, 0.0), LEVELS - 1.0)
+        odd_code = tl.minimum(tl.maximum(odd_code, 0.0), LEVELS - 1.0)
+    m_token = tl.arange(0, TOKENS) < tokens - first
+    _store_codes(
+        p_codes, row, even_code, odd_code, 0, m_token, WIDTH, SIZE, ALL, LANES, TOKENS, CODE_BITS
+    )
+
+
+@triton.jit
+def _limit_of_group(value, TOKENS: tl.constexpr, ALL: tl.constexpr):
+    """[TOKENS·ALL] as a tile of residuals has it."""
+    return tl.trans(tl.reshape(value, [TOKENS, ALL]))[None, :, :, None, None]
+
+
+@triton.jit
+def _above(value, limit, INTERPRET: tl.constexpr):
+    """1.0 where value > limit, otherwise 0.0; |limit| >= 2^-25."""
+    if INTERPRET:
+        result = (value > limit).to(tl.float32)
+    else:
+        result = tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, 0f58800000, $2;",
+            "=f,f,f",
+            [value, limit * -MAGNIFIED],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    return result
+
+
+@triton.jit
+def _below(value, limit, INTERPRET: tl.constexpr):
+    """1.0 where value < -limit, otherwise 0.0; limit >= 2^-25."""
+    if INTERPRET:
+        result = (value < -limit).to(tl.float32)
+    else:
+        result = tl.inline_asm_elementwise(
+            "fma.rn.sat.f32 $0, $1, 0fD8800000, $2;",
+            "=f,f,f",
+            [value, limit * -MAGNIFIED],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    return result
+
+
+@triton.jit
+def _store_codes(
+    p_codes,
+    row,
+    even,
+    odd,
+    FIRST: tl.constexpr,
+    m_token,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    ALL: tl.constexpr,
+    LANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BITS: tl.constexpr,
+):
+    """Codes - FIRST of the even and odd channels, FP32: a byte each, or packed into int16."""
+    words = word_places(SIZE // 8, ALL, LANES)
+    o_token, mask = tl.arange(0, TOKENS)[None, None, :, None], m_token[None, None, :, None]
+    if ALL * SIZE != WIDTH:
+        mask = mask & (8 * words < WIDTH)
+    if BITS == 8:
+        code = tl.join(even, odd) + FIRST
+        pair = 4 * words[:, :, :, :, None] + tl.arange(0, 4)[None, None, None, None, :]
+        channel = 2 * pair[:, :, :, :, :, None] + tl.arange(0, 2)[None, None, None, None, None, :]
+        at = (o_token * WIDTH)[:, :, :, :, None, None] + channel
+        mask = mask[:, :, :, :, None, None] & (channel < WIDTH)
+        tl.store(p_codes + row * WIDTH + at, code.to(tl.uint8), mask=mask)
+    else:
+        ROW: tl.constexpr = WIDTH * BITS // 16
+        at = o_token * ROW + words * (BITS // 2)
+        if BITS == 2:
+            unit = _packed(even, odd, FIRST, BITS)
+        else:  # two units of 16 bits in a word
+            shape: tl.constexpr = [LANES, ALL, TOKENS, SIZE // 8 // LANES, 2, 2]
+            unit = _packed(tl.reshape(even, shape), tl.reshape(odd, shape), FIRST, BITS)
+            at = at[:, :, :, :, None] + tl.arange(0, 2)[None, None, None, None, :]
+            mask = mask[:, :, :, :, None]
+        tl.store(p_codes + row * ROW + at, unit, mask=mask)
+
+
+@triton.jit
+def _packed(even, odd, FIRST: tl.constexpr, BITS: tl.constexpr):
+    """int16 of the codes along the last axis, pairs of an even and an odd one."""
+    o_pair = tl.arange(0, 8 // BITS)
+    place = ((127 + 2 * BITS * o_pair) << 23).to(tl.float32, bitcast=True)  # 4^(BITS·pair)
+    place = tl.reshape(place, [1] * (len(even.shape) - 1) + [8 // BITS])
+    axis: tl.constexpr = len(even.shape) - 1
+    unit = tl.sum(even * place, axis) + (1 << BITS) * tl.sum(odd * place, axis)
+    # Added to 2^23, an integer is the low bits of the sum.
+    unit += 8388608.0 + FIRST * (65535 // ((1 << BITS) - 1))
+    return unit.to(tl.int32, bitcast=True).to(tl.int16)
 
 
 @triton.jit
@@ -155,151 +447,3 @@ def _threshold(level, step):
     below = tl.where(border > 0, bits - 1, bits + 1).to(tl.float32, bitcast=True)
     is_even = (level.to(tl.int32) & 1) == 0
     return tl.where(is_even & (tl.abs(border) < float("inf")), below, border)
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _widest(
-    x,
-    centroids,
-    ids,
-    tokens,
-    CLUSTERS: tl.constexpr,
-    widest,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUPS_PADDED: tl.constexpr,
-    SIZE: tl.constexpr,
-    LEVELS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """The widest step that a group of the tile wants."""
-    residual, _, _ = residual_tile(x, centroids, ids, tokens, CLUSTERS, WIDTH, PADDED, TOKENS)
-    low, high = _range(residual, TOKENS, PADDED // SIZE, SIZE)
-    wanted = tl.div_rn(high - low, tl.full([1, 1], LEVELS - 1.0, tl.float32))
-    place = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(widest + place, tl.max(wanted))
-
-
-@triton.jit(do_not_specialize=["programs"])
-def _base(widest, base, saturated, programs, BLOCK: tl.constexpr):
-    """The FP16 base of a head, 1/255 of its widest step, and whether it saturated."""
-    head = tl.program_id(0).to(tl.int64)
-    peak = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, programs, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        peak = tl.maximum(peak, tl.load(widest + head * programs + at, mask=at < programs, other=0))
-    top = tl.max(peak, 0)
-    wanted = tl.div_rn(top, top * 0 + 255.0)
-    tl.store(base + head, tl.minimum(wanted, FP16_MAX).to(tl.float16))
-    tl.store(saturated + head, (wanted > FP16_MAX).to(tl.int64))
-
-
-@triton.jit(do_not_specialize=["tokens", "zero_bytes"])
-def _codes(
-    x,
-    centroids,
-    ids,
-    tokens,
-    CLUSTERS: tl.constexpr,
-    base,
-    codes,
-    scales,
-    zeros,
-    lost,
-    zero_bytes,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUPS_PADDED: tl.constexpr,
-    SIZE: tl.constexpr,
-    LEVELS: tl.constexpr,
-    CODE_BITS: tl.constexpr,
-    ZERO_BITS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    head, tile = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    ALL: tl.constexpr = PADDED // SIZE  # groups, with those that are padding
-    residual, _, _ = residual_tile(x, centroids, ids, tokens, CLUSTERS, WIDTH, PADDED, TOKENS)
-    low, high = _range(residual, TOKENS, ALL, SIZE)
-    token, group = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, ALL)
-    inside = (token < tokens)[:, None] & (group < GROUPS)[None, :]
-    grouped = tl.reshape(residual, [TOKENS, ALL, SIZE])
-    if SYMMETRIC:
-        TOP: tl.constexpr = LEVELS // 2 - 1
-        wanted = tl.div_rn(tl.maximum(high, -low), tl.full([1, 1], TOP * 1.0, tl.float32))
-        stored = e4m3_encode(tl.minimum(tl.maximum(wanted, 0.001953125), 448.0))
-        step = e4m3_value(stored)
-        tl.store(
-            lost + head * tl.num_programs(0) + tile,
-            tl.sum(((wanted > 448.0) & inside).to(tl.int32)),
-        )
-        if TOP == 1:  # one half is even's: 0
-            half = (step * 0.5)[:, :, None]
-            code = 1 + (grouped > half).to(tl.int32) - (grouped < -half).to(tl.int32)
-        else:
-            inverse = tl.div_rn(tl.full([1, 1], 1.0, tl.float32), step)
-            level = _rounded(grouped, step[:, :, None], inverse[:, :, None])
-            code = (tl.minimum(tl.maximum(level, -TOP), TOP) + TOP).to(tl.int32)
-    else:
-        unit = tl.load(base + head).to(tl.float32)
-        wanted = tl.div_rn(high - low, tl.full([1, 1], LEVELS - 1.0, tl.float32))
-        count = tl.minimum(tl.maximum(_clipped(tl.div_rn(wanted, _divisor(unit))), 1.0), 255.0)
-        stored = count.to(tl.uint8)
-        step = _divisor(unit * count)
-        zero = tl.minimum(tl.maximum(_clipped(tl.div_rn(-low, step)), 0.0), LEVELS - 1.0)
-        if LEVELS == 4:
-            code = tl.zeros([TOKENS, ALL, SIZE], tl.int32)
-            for level in tl.static_range(1, LEVELS):
-                code += (grouped > _threshold(level - zero, step)[:, :, None]).to(tl.int32)
-        else:
-            inverse = tl.div_rn(tl.full([1, 1], 1.0, tl.float32), step)
-            level = _rounded(grouped, step[:, :, None], inverse[:, :, None]) + zero[:, :, None]
-            code = tl.minimum(tl.maximum(level, 0.0), LEVELS - 1.0).to(tl.int32)
-        _store_zeros(
-            zeros + head * zero_bytes, zero, token, tokens, inside, GROUPS, ALL, ZERO_BITS, TOKENS
-        )
-    place = (head * tokens + token)[:, None] * GROUPS + group[None, :]
-    tl.store(scales + place, stored, mask=inside)
-    PER_BYTE: tl.constexpr = 8 // CODE_BITS
-    column = tl.arange(0, PADDED // PER_BYTE)
-    packed = _packed(tl.reshape(code, [TOKENS, PADDED // PER_BYTE, PER_BYTE]), CODE_BITS)
-    row: tl.constexpr = WIDTH // PER_BYTE
-    at = (head * tokens + token)[:, None] * row + column[None, :]
-    tl.store(
-        codes + at, packed.to(tl.uint8), mask=(token < tokens)[:, None] & (column < row)[None, :]
-    )
-
-
-@triton.jit
-def _packed(code, BITS: tl.constexpr):
-    """The byte that the last axis makes, its first entry lowest."""
-    shift = tl.arange(0, 8 // BITS) * BITS
-    return tl.sum(code << shift[None, None, :], 2)
-
-
-@triton.jit
-def _store_zeros(
-    zeros,
-    zero,
-    token,
-    tokens,
-    inside,
-    GROUPS: tl.constexpr,
-    ALL: tl.constexpr,
-    BITS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """Zero points of a tile [TOKENS, ALL]: a byte each, or packed where GROUPS is a power of 2."""
-    if BITS == 8:
-        place = token[:, None] * GROUPS + tl.arange(0, ALL)[None, :]
-        tl.store(zeros + place, zero.to(tl.uint8), mask=inside)
-    else:
-        PER_BYTE: tl.constexpr = 8 // BITS
-        COUNT: tl.constexpr = TOKENS * ALL // PER_BYTE
-        code = tl.where(inside, zero, 0.0).to(tl.int32)
-        packed = _packed(tl.reshape(code, [1, COUNT, PER_BYTE]), BITS)
-        at = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
-        size = (tokens * GROUPS + PER_BYTE - 1) // PER_BYTE
-        tl.store(zeros + at[None, :], packed.to(tl.uint8), mask=(at < size)[None, :])
