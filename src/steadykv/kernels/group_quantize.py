@@ -2,9 +2,6 @@
 
 `symmetric` (E4M3 scales) and `affine_zero` of 2 and 4 bits, with groups that are powers of two; the
 other forms are computed by the reference from the residual.
-
-Two bits count the thresholds below a number with arithmetic that saturates, as that runs at twice
-the rate of comparisons; what a group needs is computed once, by one thread.
 """
 
 from __future__ import annotations
@@ -17,9 +14,10 @@ from torch import Tensor
 from ..reference.group_quantize import group_dequantize
 from ..reference.group_quantize import group_quantize as _group_quantize
 from ..reference.pack import pack
+from .codes import above, below, clipped, divisor, rounded, store_codes, threshold
 from .kmeans import subtract_centroids
-from .launch import blocks, interpreted, on_device, power_of_two
-from .numbers import e4m3_byte, e4m3_rounded, nearest
+from .launch import Launch, blocks, interpreted, kind_of, on_device, power_of_two
+from .numbers import e4m3_byte, e4m3_rounded
 from .residual import LANES, as_pairs, residual_pairs, word_places
 
 __all__ = ["group_dequantize", "group_quantize", "quantize_clustered"]
@@ -27,9 +25,6 @@ __all__ = ["group_dequantize", "group_quantize", "quantize_clustered"]
 TILE = 2048  # numbers of one warp
 WARPS = 1  # of one program
 FP16_MAX = tl.constexpr(65504.0)
-# A power of two that makes every difference of a residual and a threshold 1 or more: thresholds are
-# 2^-25 or more, and numbers next to them 2^-49 away.
-MAGNIFIED = tl.constexpr(2.0**50)
 
 
 def group_quantize(
@@ -72,22 +67,22 @@ def quantize_clustered(
     groups = blocks(width, size)
     # Whole words of codes; trits, 3 bits, and rows that end within a word are packed afterwards.
     in_words = bits in (2, 4) and packing == "bits" and width % 8 == 0
-    codes = torch.empty(
-        heads, tokens, width * bits // 8 if in_words else width, dtype=torch.uint8, device=x.device
-    )
+    row = width * bits // 8 if in_words else width
+    codes = torch.empty(heads, tokens, row, dtype=torch.uint8, device=x.device)
     scales = torch.empty(heads, tokens, groups, dtype=torch.uint8, device=x.device)
     counts = torch.zeros(2, heads, dtype=torch.int64, device=x.device)
+    words = codes.view(torch.int16) if in_words else codes
     block = WARPS * max(4, TILE // padded)
-    place = (blocks(tokens, block), heads)
+    grid_size = (blocks(tokens, block), heads, 1)
     inputs = (as_pairs(x), as_pairs(centroids.contiguous()), ids.contiguous())
     shape = (centroids.shape[1], width, size, groups, padded // size, min(LANES, size // 8), block)
     coding = (2**bits, bits if in_words else 8, interpreted())
-    words = codes.view(torch.int16) if in_words else codes
+    kind = kind_of(*inputs, constants=(*shape, *coding))
     if grid == "symmetric":
         with on_device(x):
-            _symmetric[place](
-                *inputs, words, scales, counts, tokens, *shape, *coding, num_warps=WARPS
-            )
+            _symmetric(
+                kind, grid_size, *inputs, words, scales, counts, tokens, *shape, *coding
+            )  # fmt: skip
         if not in_words:
             codes = pack(codes, bits, packing)
         return {"codes": codes, "scale": scales.view(torch.float8_e4m3fn)}, counts[0]
@@ -98,10 +93,10 @@ def quantize_clustered(
     base = torch.empty(heads, dtype=torch.float16, device=x.device)
     ends = torch.empty(2, heads, tokens, padded // size, dtype=torch.float32, device=x.device)
     with on_device(x):
-        _ranges[place](*inputs, ends, counts, tokens, *shape, num_warps=WARPS)
-        _affine[place](
-            *inputs, ends, counts, words, scales, base, zeros, tokens, nbytes, *shape, *coding,
-            bits if has_zero_bytes else 8, num_warps=WARPS,
+        _ranges(kind, grid_size, *inputs, ends, counts, tokens, *shape)
+        _affine(
+            kind, grid_size, *inputs, ends, counts, words, scales, base, zeros, tokens, nbytes,
+            *shape, *coding, bits if has_zero_bytes else 8,
         )  # fmt: skip
     if not in_words:
         codes = pack(codes, bits, packing)
@@ -123,15 +118,19 @@ def _residual(
     ALL: tl.constexpr,
     LANES: tl.constexpr,
     TOKENS: tl.constexpr,
+    BACKWARDS: tl.constexpr,
 ):
     """Of this program's tokens, the last one again in place of those that do not exist.
 
-    Then the head, the first of them, and the row that it has among those of all heads.
+    Then the head, the first of them, and the row that it has among those of all heads. BACKWARDS:
+    what the kernel before this one read last, and the cache may have, comes first.
     """
     UNIT: tl.constexpr = 2 if p_x.dtype.element_ty == tl.int32 else 1
     MU_UNIT: tl.constexpr = 2 if p_mu.dtype.element_ty == tl.int32 else 1
-    head = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0) * TOKENS
+    head, tile = tl.program_id(1), tl.program_id(0)
+    if BACKWARDS:
+        head, tile = tl.num_programs(1) - 1 - head, tl.num_programs(0) - 1 - tile
+    head, first = head.to(tl.int64), tile * TOKENS
     row = head * tokens + first
     o_token = tl.minimum(tl.arange(0, TOKENS), tokens - 1 - first)
     even, odd = residual_pairs(
@@ -153,7 +152,7 @@ def _over_group(value):
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _symmetric(
+def _symmetric_kernel(
     p_x,
     p_mu,
     p_ids,
@@ -173,7 +172,7 @@ def _symmetric(
     INTERPRET: tl.constexpr,
 ):
     even, odd, head, first, row = _residual(
-        p_x, p_mu, p_ids, tokens, CLUSTERS, WIDTH, SIZE, ALL, LANES, TOKENS
+        p_x, p_mu, p_ids, tokens, CLUSTERS, WIDTH, SIZE, ALL, LANES, TOKENS, False
     )
     TOP: tl.constexpr = LEVELS // 2 - 1
     peak = _over_group(tl.maximum(tl.abs(even), tl.abs(odd)))
@@ -189,20 +188,18 @@ def _symmetric(
         tl.atomic_add(p_counts + head, lost.to(tl.int64), sem="relaxed")
     if TOP == 1:  # one half is even's: 0
         half = (step * 0.5)[None, :, :, None, None]
-        even = _above(even, half, INTERPRET) - _below(even, half, INTERPRET)
-        odd = _above(odd, half, INTERPRET) - _below(odd, half, INTERPRET)
+        even = above(even, half, INTERPRET) - below(even, half, INTERPRET)
+        odd = above(odd, half, INTERPRET) - below(odd, half, INTERPRET)
     else:
         inverse = tl.div_rn(tl.full([1, 1], 1.0, tl.float32), step)[None, :, :, None, None]
         step = step[None, :, :, None, None]
-        even = tl.minimum(tl.maximum(_rounded(even, step, inverse), -TOP), TOP)
-        odd = tl.minimum(tl.maximum(_rounded(odd, step, inverse), -TOP), TOP)
-    _store_codes(
-        p_codes, row, even, odd, TOP, m_token, WIDTH, SIZE, ALL, LANES, TOKENS, CODE_BITS
-    )
+        even = tl.minimum(tl.maximum(rounded(even, step, inverse), -TOP), TOP)
+        odd = tl.minimum(tl.maximum(rounded(odd, step, inverse), -TOP), TOP)
+    store_codes(p_codes, row, even, odd, TOP, m_token, WIDTH, SIZE, ALL, LANES, TOKENS, CODE_BITS)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _ranges(
+def _ranges_kernel(
     p_x,
     p_mu,
     p_ids,
@@ -219,7 +216,7 @@ def _ranges(
 ):
     """The ends of every group, with 0 inside, and the bits of the widest range of the head."""
     even, odd, head, first, row = _residual(
-        p_x, p_mu, p_ids, tokens, CLUSTERS, WIDTH, SIZE, ALL, LANES, TOKENS
+        p_x, p_mu, p_ids, tokens, CLUSTERS, WIDTH, SIZE, ALL, LANES, TOKENS, False
     )
     high = tl.maximum(_over_group(tl.maximum(even, odd)), 0.0)
     low = -tl.maximum(_over_group(-tl.minimum(even, odd)), 0.0)
@@ -234,7 +231,7 @@ def _ranges(
 
 
 @triton.jit(do_not_specialize=["tokens", "zero_nbytes"])
-def _affine(
+def _affine_kernel(
     p_x,
     p_mu,
     p_ids,
@@ -259,7 +256,7 @@ def _affine(
     ZERO_BITS: tl.constexpr,
 ):
     even, odd, head, first, row = _residual(
-        p_x, p_mu, p_ids, tokens, CLUSTERS, WIDTH, SIZE, ALL, LANES, TOKENS
+        p_x, p_mu, p_ids, tokens, CLUSTERS, WIDTH, SIZE, ALL, LANES, TOKENS, True
     )
     top = tl.load(p_counts + tl.num_programs(1) + head).to(tl.int32).to(tl.float32, bitcast=True)
     # The FP16 base of a head is 1/255 of its widest step.
@@ -278,9 +275,9 @@ def _affine(
     high = tl.load(p_high + o_flat, mask=m_flat, other=0.0)
     unit = base.to(tl.float32) + low * 0.0
     wanted = tl.div_rn(high - low, low * 0.0 + (LEVELS - 1.0))
-    count = tl.minimum(tl.maximum(_clipped(tl.div_rn(wanted, _divisor(unit))), 1.0), 255.0)
-    step = _divisor(unit * count)
-    zero = tl.minimum(tl.maximum(_clipped(tl.div_rn(-low, step)), 0.0), LEVELS - 1.0)
+    count = tl.minimum(tl.maximum(clipped(tl.div_rn(wanted, divisor(unit))), 1.0), 255.0)
+    step = divisor(unit * count)
+    zero = tl.minimum(tl.maximum(clipped(tl.div_rn(-low, step)), 0.0), LEVELS - 1.0)
     m_group = m_flat & (o_group < GROUPS)
     tl.store(p_scales + row * GROUPS + o_token * GROUPS + o_group, count.to(tl.uint8), mask=m_group)
     p_zeros += head * zero_nbytes
@@ -296,154 +293,32 @@ def _affine(
         packed = tl.sum(code << shift, 1).to(tl.uint8)
         tl.store(p_zeros + at, packed, mask=at < zero_nbytes)
     if LEVELS == 4:
-        first_limit = _limit_of_group(_threshold(1.0 - zero, step), TOKENS, ALL)
-        even_code, odd_code = _above(even, first_limit, INTERPRET), _above(odd, first_limit, INTERPRET)
+        limit = _of_groups(threshold(1.0 - zero, step), TOKENS, ALL)
+        even_code = above(even, limit, INTERPRET)
+        odd_code = above(odd, limit, INTERPRET)
         for level in tl.static_range(2, LEVELS):
-            limit = _limit_of_group(_threshold(level - zero, step), TOKENS, ALL)
-            even_code += _above(even, limit, INTERPRET)
-            odd_code += _above(odd, limit, INTERPRET)
+            limit = _of_groups(threshold(level - zero, step), TOKENS, ALL)
+            even_code += above(even, limit, INTERPRET)
+            odd_code += above(odd, limit, INTERPRET)
     else:
-        inverse = _limit_of_group(tl.div_rn(low * 0.0 + 1.0, step), TOKENS, ALL)
-        step = _limit_of_group(step, TOKENS, ALL)
-        zero = _limit_of_group(zero, TOKENS, ALL)
-        even_code = _rounded(even, step, inverse) + zero
-        odd_code = _rounded(odd, step, inverse) + zero
+        inverse = _of_groups(tl.div_rn(low * 0.0 + 1.0, step), TOKENS, ALL)
+        step = _of_groups(step, TOKENS, ALL)
+        zero = _of_groups(zero, TOKENS, ALL)
+        even_code = rounded(even, step, inverse) + zero
+        odd_code = rounded(odd, step, inverse) + zero
         even_code = tl.minimum(tl.maximum(even_code, 0.0), LEVELS - 1.0)
         odd_code = tl.minimum(tl.maximum(odd_code, 0.0), LEVELS - 1.0)
     m_token = tl.arange(0, TOKENS) < tokens - first
-    _store_codes(
+    store_codes(
         p_codes, row, even_code, odd_code, 0, m_token, WIDTH, SIZE, ALL, LANES, TOKENS, CODE_BITS
     )
 
 
 @triton.jit
-def _limit_of_group(value, TOKENS: tl.constexpr, ALL: tl.constexpr):
+def _of_groups(value, TOKENS: tl.constexpr, ALL: tl.constexpr):
     """[TOKENS·ALL] as a tile of residuals has it."""
     return tl.trans(tl.reshape(value, [TOKENS, ALL]))[None, :, :, None, None]
 
 
-@triton.jit
-def _above(value, limit, INTERPRET: tl.constexpr):
-    """1.0 where value > limit, otherwise 0.0; |limit| >= 2^-25."""
-    if INTERPRET:
-        result = (value > limit).to(tl.float32)
-    else:
-        result = tl.inline_asm_elementwise(
-            "fma.rn.sat.f32 $0, $1, 0f58800000, $2;",
-            "=f,f,f",
-            [value, limit * -MAGNIFIED],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    return result
-
-
-@triton.jit
-def _below(value, limit, INTERPRET: tl.constexpr):
-    """1.0 where value < -limit, otherwise 0.0; limit >= 2^-25."""
-    if INTERPRET:
-        result = (value < -limit).to(tl.float32)
-    else:
-        result = tl.inline_asm_elementwise(
-            "fma.rn.sat.f32 $0, $1, 0fD8800000, $2;",
-            "=f,f,f",
-            [value, limit * -MAGNIFIED],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    return result
-
-
-@triton.jit
-def _store_codes(
-    p_codes,
-    row,
-    even,
-    odd,
-    FIRST: tl.constexpr,
-    m_token,
-    WIDTH: tl.constexpr,
-    SIZE: tl.constexpr,
-    ALL: tl.constexpr,
-    LANES: tl.constexpr,
-    TOKENS: tl.constexpr,
-    BITS: tl.constexpr,
-):
-    """Codes - FIRST of the even and odd channels, FP32: a byte each, or packed into int16."""
-    words = word_places(SIZE // 8, ALL, LANES)
-    o_token, mask = tl.arange(0, TOKENS)[None, None, :, None], m_token[None, None, :, None]
-    if ALL * SIZE != WIDTH:
-        mask = mask & (8 * words < WIDTH)
-    if BITS == 8:
-        code = tl.join(even, odd) + FIRST
-        pair = 4 * words[:, :, :, :, None] + tl.arange(0, 4)[None, None, None, None, :]
-        channel = 2 * pair[:, :, :, :, :, None] + tl.arange(0, 2)[None, None, None, None, None, :]
-        at = (o_token * WIDTH)[:, :, :, :, None, None] + channel
-        mask = mask[:, :, :, :, None, None] & (channel < WIDTH)
-        tl.store(p_codes + row * WIDTH + at, code.to(tl.uint8), mask=mask)
-    else:
-        ROW: tl.constexpr = WIDTH * BITS // 16
-        at = o_token * ROW + words * (BITS // 2)
-        if BITS == 2:
-            unit = _packed(even, odd, FIRST, BITS)
-        else:  # two units of 16 bits in a word
-            shape: tl.constexpr = [LANES, ALL, TOKENS, SIZE // 8 // LANES, 2, 2]
-            unit = _packed(tl.reshape(even, shape), tl.reshape(odd, shape), FIRST, BITS)
-            at = at[:, :, :, :, None] + tl.arange(0, 2)[None, None, None, None, :]
-            mask = mask[:, :, :, :, None]
-        tl.store(p_codes + row * ROW + at, unit, mask=mask)
-
-
-@triton.jit
-def _packed(even, odd, FIRST: tl.constexpr, BITS: tl.constexpr):
-    """int16 of the codes along the last axis, pairs of an even and an odd one."""
-    o_pair = tl.arange(0, 8 // BITS)
-    place = ((127 + 2 * BITS * o_pair) << 23).to(tl.float32, bitcast=True)  # 4^(BITS·pair)
-    place = tl.reshape(place, [1] * (len(even.shape) - 1) + [8 // BITS])
-    axis: tl.constexpr = len(even.shape) - 1
-    unit = tl.sum(even * place, axis) + (1 << BITS) * tl.sum(odd * place, axis)
-    # Added to 2^23, an integer is the low bits of the sum.
-    unit += 8388608.0 + FIRST * (65535 // ((1 << BITS) - 1))
-    return unit.to(tl.int32, bitcast=True).to(tl.int16)
-
-
-@triton.jit
-def _divisor(scale):
-    """Infinity for a scale of 0, so that the quotient is 0."""
-    return tl.where(scale == 0, float("inf"), scale)
-
-
-@triton.jit
-def _clipped(quotient):
-    """The nearest integer of what is clipped to a few levels afterwards anyway."""
-    return nearest(tl.minimum(tl.maximum(quotient, -1024.0), 1024.0))
-
-
-@triton.jit
-def _rounded(value, step, inverse):
-    """The nearest integer to value / step, halves to even, as the rounded quotient gives it.
-
-    The product with the inverse may be off by one next to a half. A step has 19 bits at most, so
-    that step·level is exact for the levels that survive clipping, and so is what it leaves.
-    """
-    level = _clipped(value * inverse)
-    rest = value - step * level
-    over = tl.abs(rest) - step * 0.5
-    is_odd = (level.to(tl.int32) & 1) == 1
-    away = tl.where(rest > 0, level + 1.0, level - 1.0)
-    return tl.where((over > 0) | ((over == 0) & is_odd), away, level)
-
-
-@triton.jit
-def _threshold(level, step):
-    """Above it, value / step rounds to `level` or more, halves to even; exact, as step has 19 bits.
-
-    A half is rounded up to an even level: then the number below it is the threshold.
-    """
-    border = (level - 0.5) * step
-    bits = border.to(tl.int32, bitcast=True)
-    below = tl.where(border > 0, bits - 1, bits + 1).to(tl.float32, bitcast=True)
-    is_even = (level.to(tl.int32) & 1) == 0
-    return tl.where(is_even & (tl.abs(border) < float("inf")), below, border)
+_symmetric = Launch(_symmetric_kernel, WARPS)
+_ranges, _affine = Launch(_ranges_kernel, WARPS), Launch(_affine_kernel, WARPS)

@@ -40,7 +40,7 @@ def e4m3_encode(x):
 @triton.jit
 def e4m3_rounded(x):
     """The E4M3 number nearest to FP32 0 <= x <= 448, halves to even, as FP32."""
-    # 2^20 times the power of two below x, of 2^-6 at least: what is less than a step is rounded off.
+    # 2^20 times the power of two in x, 2^-6 at least: what is left of a step is rounded off.
     power = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
     large = (power + (20 << 23)).to(tl.float32, bitcast=True)
     return (x + large) - large

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["LANES", "as_pairs", "residual_pairs", "word_places"]
+__all__ = ["LANES", "as_pairs", "number_pairs", "residual_pairs", "word_places"]
 
 LANES = 4  # threads that share a group: 64 bytes side by side
 
@@ -36,35 +36,41 @@ def word_places(GROUP_WORDS: tl.constexpr, GROUPS: tl.constexpr, LANES: tl.const
 
 @triton.jit
 def residual_pairs(p_x, p_mu, p_ids, o_token, words, WIDTH: tl.constexpr, IS_PADDED: tl.constexpr):
-    """x - mu[id] of the even and of the odd channels, FP32, 0 beyond WIDTH.
+    """x - mu[id] of the even and of the odd channels, FP32 tiles, 0 beyond WIDTH.
 
     p_x, p_mu: of one head; o_token: rows there, all of which exist. words: `word_places`.
     """
     ids = tl.load(p_ids + o_token).to(tl.int32)
-    o_pair = 4 * words[:, :, :, :, None] + tl.arange(0, 4)[None, None, None, None, :]
-    row, entry = o_token[None, None, :, None, None], ids[None, None, :, None, None]
-    even, odd = _numbers(p_x, row, o_pair, WIDTH, IS_PADDED)
-    mu_even, mu_odd = _numbers(p_mu, entry, o_pair, WIDTH, IS_PADDED)
+    even, odd = number_pairs(p_x, o_token, words, WIDTH, IS_PADDED)
+    mu_even, mu_odd = number_pairs(p_mu, ids, words, WIDTH, IS_PADDED)
     return even - mu_even, odd - mu_odd
 
 
 @triton.jit
-def _numbers(p_rows, row, o_pair, WIDTH: tl.constexpr, IS_PADDED: tl.constexpr):
+def number_pairs(p_rows, rows, words, WIDTH: tl.constexpr, IS_PADDED: tl.constexpr):
+    """The four even and the four odd numbers of words of rows, FP32; 0 beyond WIDTH."""
+    o_pair = 4 * words[:, :, :, :, None] + tl.arange(0, 4)[None, None, None, None, :]
+    row = rows[None, None, :, None, None]
     if p_rows.dtype.element_ty == tl.int32:
         at = row * (WIDTH // 2) + o_pair
         if IS_PADDED:
-            pair = tl.load(p_rows + at, mask=(2 * o_pair < WIDTH) & (row >= 0), other=0)
+            mask = (8 * words[:, :, :, :, None] < WIDTH) & (row >= 0)
+            pair = tl.load(p_rows + at, mask=mask, other=0)
         else:
             pair = tl.load(p_rows + at)
         even = (pair << 16).to(tl.float32, bitcast=True)
         odd = (pair & -65536).to(tl.float32, bitcast=True)
     else:
-        channel = 2 * o_pair[:, :, :, :, :, None] + tl.arange(0, 2)[None, None, None, None, None, :]
+        # In halves, as only then a thread has all eight.
+        o_four = 4 * tl.arange(0, 2)[:, None] + tl.arange(0, 4)[None, :]
+        channel = 8 * words[:, :, :, :, None, None] + o_four[None, None, None, None]
         at = row[:, :, :, :, :, None] * WIDTH + channel
         if IS_PADDED:
             mask = (channel < WIDTH) & (row[:, :, :, :, :, None] >= 0)
             number = tl.load(p_rows + at, mask=mask, other=0)
         else:
             number = tl.load(p_rows + at)
+        shape: tl.constexpr = [at.shape[0], at.shape[1], at.shape[2], at.shape[3], 4, 2]
+        number = tl.reshape(number, shape)
         even, odd = tl.split(number.to(tl.float32))
     return even, odd
