@@ -101,7 +101,9 @@ def check(case: dict) -> tuple[Tensor, Tensor, Tensor]:
     moved = torch.where(scales[same] == alpha[same], 0.0, 2**-10)[:, None] * ratio.abs()
     allowed = 4 * unsure[same] / step[:, None].clamp(min=1e-30) + moved + 2**-20
     assert (from_half[off > 0] <= allowed[off > 0]).all()
-    assert (off > 0).sum() <= 0.002 * off.numel()
+    # Next to a half the reference's own FP32 sum may be the one that is off.
+    wrong = (off > 0) & (codes[same] != ratio.round())
+    assert wrong.sum() <= 0.002 * off.numel()
     assert not codes[scales == 0].any()
     return codes, scales, saturated
 

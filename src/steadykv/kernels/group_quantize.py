@@ -14,13 +14,16 @@ from torch import Tensor
 from ..reference.group_quantize import group_dequantize
 from ..reference.group_quantize import group_quantize as _group_quantize
 from ..reference.pack import pack
-from .kmeans import residual_tile, subtract_centroids
-from .launch import blocks, on_device, power_of_two
-from .numbers import e4m3_encode, e4m3_value, nearest
+from .codes import above, below, clipped, divisor, rounded, store_codes, threshold
+from .kmeans import subtract_centroids
+from .launch import Launch, blocks, interpreted, kind_of, on_device, power_of_two
+from .numbers import e4m3_byte, e4m3_rounded
+from .residual import LANES, as_pairs, residual_pairs, word_places
 
 __all__ = ["group_dequantize", "group_quantize", "quantize_clustered"]
 
-TOKENS, WARPS = 32, 4  # of one program
+TILE = 2048  # numbers of one warp
+WARPS = 1  # of one program
 FP16_MAX = tl.constexpr(65504.0)
 
 
@@ -42,11 +45,14 @@ def quantize_clustered(
     include_zero: bool = True,
     scale_search: bool = False,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """See `steadykv.ops.group_quantize`."""
+    """See `steadykv.ops.group_quantize`.
+
+    Grid `affine_zero` allocates FP32 [N, S, 2·G] besides, G rounded up to a power of two.
+    """
     heads, tokens, width = x.shape
     padded = power_of_two(width)
     size = min(group_size, padded)
-    has_kernel = size & (size - 1) == 0 and width >= 16 and include_zero and not scale_search
+    has_kernel = size & (size - 1) == 0 and size >= 8 and include_zero and not scale_search
     if not has_kernel or grid not in ("symmetric", "affine_zero"):
         residual = subtract_centroids(x, centroids, ids)
         return _group_quantize(
@@ -58,248 +64,261 @@ def quantize_clustered(
             include_zero=include_zero,
             scale_search=scale_search,
         )
-    groups = -(-width // size)
-    # Whole bytes of codes; a row that ends within one, trits and 3 bits are packed afterwards.
-    in_bytes = bits in (2, 4) and packing == "bits" and width % (8 // bits) == 0
-    codes = _bytes(x, heads, tokens, width * bits // 8 if in_bytes else width)
-    is_symmetric = grid == "symmetric"
-    scales = _bytes(x, heads, tokens, groups)
-    programs = blocks(tokens, TOKENS)
-    in_words = groups & (groups - 1) == 0 and bits in (2, 4)  # zero points of a tile fill bytes
-    nbytes = blocks(tokens * groups * bits, 8) if in_words else tokens * groups
-    zeros = _bytes(x, heads, 0 if is_symmetric else nbytes)
+    groups = blocks(width, size)
+    # Whole words of codes; trits, 3 bits, and rows that end within a word are packed afterwards.
+    in_words = bits in (2, 4) and packing == "bits" and width % 8 == 0
+    row = width * bits // 8 if in_words else width
+    codes = torch.empty(heads, tokens, row, dtype=torch.uint8, device=x.device)
+    scales = torch.empty(heads, tokens, groups, dtype=torch.uint8, device=x.device)
+    counts = torch.zeros(2, heads, dtype=torch.int64, device=x.device)
+    words = codes.view(torch.int16) if in_words else codes
+    block = WARPS * max(4, TILE // padded)
+    grid_size = (blocks(tokens, block), heads, 1)
+    inputs = (as_pairs(x), as_pairs(centroids.contiguous()), ids.contiguous())
+    shape = (centroids.shape[1], width, size, groups, padded // size, min(LANES, size // 8), block)
+    coding = (2**bits, bits if in_words else 8, interpreted())
+    kind = kind_of(*inputs, constants=(*shape, *coding))
+    if grid == "symmetric":
+        with on_device(x):
+            _symmetric(
+                kind, grid_size, *inputs, words, scales, counts, tokens, *shape, *coding
+            )  # fmt: skip
+        if not in_words:
+            codes = pack(codes, bits, packing)
+        return {"codes": codes, "scale": scales.view(torch.float8_e4m3fn)}, counts[0]
+    # Zero points of a tile fill bytes.
+    has_zero_bytes = groups & (groups - 1) == 0 and bits in (2, 4)
+    nbytes = blocks(tokens * groups * bits, 8) if has_zero_bytes else tokens * groups
+    zeros = torch.empty(heads, nbytes, dtype=torch.uint8, device=x.device)
     base = torch.empty(heads, dtype=torch.float16, device=x.device)
-    lost = torch.empty(heads, programs, dtype=torch.int32, device=x.device)
-    shared = (centroids.contiguous(), ids.contiguous(), tokens, centroids.shape[1])
-    shape = (width, padded, groups, power_of_two(groups), size, 2**bits)
-    saturated = None
+    ends = torch.empty(2, heads, tokens, padded // size, dtype=torch.float32, device=x.device)
     with on_device(x):
-        if not is_symmetric:
-            widest = torch.empty(heads, programs, dtype=torch.float32, device=x.device)
-            saturated = torch.empty(heads, dtype=torch.int64, device=x.device)
-            _widest[programs, heads](x, *shared, widest, *shape, TOKENS, num_warps=WARPS)
-            _base[heads,](widest, base, saturated, programs, 1024)
-        _codes[programs, heads](
-            x,
-            *shared,
-            base,
-            codes,
-            scales,
-            zeros,
-            lost,
-            zeros.shape[1],
-            *shape,
-            bits if in_bytes else 8,
-            bits if in_words else 8,
-            is_symmetric,
-            TOKENS,
-            num_warps=WARPS,
-            enable_fp_fusion=False,
-        )
-    if not in_bytes:
-        codes = pack(codes, bits, packing)
-    if saturated is None:
-        kind = torch.float8_e4m3fn
-        return {"codes": codes, "scale": scales.view(kind)}, lost.sum(1, dtype=torch.int64)
+        _ranges(kind, grid_size, *inputs, ends, counts, tokens, *shape)
+        _affine(
+            kind, grid_size, *inputs, ends, counts, words, scales, base, zeros, tokens, nbytes,
+            *shape, *coding, bits if has_zero_bytes else 8,
+        )  # fmt: skip
     if not in_words:
+        codes = pack(codes, bits, packing)
+    if not has_zero_bytes:
         zeros = pack(zeros, bits)
-    return {"codes": codes, "scale_codes": scales, "scale_base": base, "zeros": zeros}, saturated
-
-
-def _bytes(x: Tensor, *shape: int) -> Tensor:
-    return torch.empty(shape, dtype=torch.uint8, device=x.device)
+    tensors = {"codes": codes, "scale_codes": scales, "scale_base": base, "zeros": zeros}
+    return tensors, counts[0]
 
 
 @triton.jit
-def _range(residual, TOKENS: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr):
-    """Ends of every group, with 0 inside: FP32 [TOKENS, GROUPS]."""
-    grouped = tl.reshape(residual, [TOKENS, GROUPS, SIZE])
-    return tl.minimum(tl.min(grouped, 2), 0.0), tl.maximum(tl.max(grouped, 2), 0.0)
+def _residual(
+    p_x,
+    p_mu,
+    p_ids,
+    tokens,
+    CLUSTERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    ALL: tl.constexpr,
+    LANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    BACKWARDS: tl.constexpr,
+):
+    """Of this program's tokens, the last one again in place of those that do not exist.
 
-
-@triton.jit
-def _divisor(scale):
-    """Infinity for a scale of 0, so that the quotient is 0."""
-    return tl.where(scale == 0, float("inf"), scale)
-
-
-@triton.jit
-def _clipped(quotient):
-    """The nearest integer of what is clipped to a few levels afterwards anyway."""
-    return nearest(tl.minimum(tl.maximum(quotient, -1024.0), 1024.0))
-
-
-@triton.jit
-def _rounded(value, step, inverse):
-    """The nearest integer to value / step, halves to even, as the rounded quotient gives it.
-
-    The product with the inverse may be off by one next to a half. A step has 19 bits at most, so
-    that step·level is exact for the levels that survive clipping, and so is what it leaves.
+    Then the head, the first of them, and the row that it has among those of all heads. BACKWARDS:
+    what the kernel before this one read last, and the cache may have, comes first.
     """
-    level = _clipped(value * inverse)
-    rest = value - step * level
-    over = tl.abs(rest) - step * 0.5
-    is_odd = (level.to(tl.int32) & 1) == 1
-    away = tl.where(rest > 0, level + 1.0, level - 1.0)
-    return tl.where((over > 0) | ((over == 0) & is_odd), away, level)
+    UNIT: tl.constexpr = 2 if p_x.dtype.element_ty == tl.int32 else 1
+    MU_UNIT: tl.constexpr = 2 if p_mu.dtype.element_ty == tl.int32 else 1
+    head, tile = tl.program_id(1), tl.program_id(0)
+    if BACKWARDS:
+        head, tile = tl.num_programs(1) - 1 - head, tl.num_programs(0) - 1 - tile
+    head, first = head.to(tl.int64), tile * TOKENS
+    row = head * tokens + first
+    o_token = tl.minimum(tl.arange(0, TOKENS), tokens - 1 - first)
+    even, odd = residual_pairs(
+        p_x + row * (WIDTH // UNIT),
+        p_mu + head * (CLUSTERS * WIDTH // MU_UNIT),
+        p_ids + row,
+        o_token,
+        word_places(SIZE // 8, ALL, LANES),
+        WIDTH,
+        ALL * SIZE != WIDTH,
+    )
+    return even, odd, head, first, row
 
 
 @triton.jit
-def _threshold(level, step):
-    """Above it, value / step rounds to `level` or more, halves to even; exact, as step has 19 bits.
-
-    A half is rounded up to an even level: then the number below it is the threshold.
-    """
-    border = (level - 0.5) * step
-    bits = border.to(tl.int32, bitcast=True)
-    below = tl.where(border > 0, bits - 1, bits + 1).to(tl.float32, bitcast=True)
-    is_even = (level.to(tl.int32) & 1) == 0
-    return tl.where(is_even & (tl.abs(border) < float("inf")), below, border)
+def _over_group(value):
+    """The largest of each group, [GROUPS, TOKENS]."""
+    return tl.max(tl.max(tl.max(value, 4), 3), 0)
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _widest(
-    x,
-    centroids,
-    ids,
+def _symmetric_kernel(
+    p_x,
+    p_mu,
+    p_ids,
+    p_codes,
+    p_scales,
+    p_counts,
     tokens,
     CLUSTERS: tl.constexpr,
-    widest,
     WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUPS_PADDED: tl.constexpr,
     SIZE: tl.constexpr,
-    LEVELS: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    LANES: tl.constexpr,
     TOKENS: tl.constexpr,
-):
-    """The widest step that a group of the tile wants."""
-    residual, _, _ = residual_tile(x, centroids, ids, tokens, CLUSTERS, WIDTH, PADDED, TOKENS)
-    low, high = _range(residual, TOKENS, PADDED // SIZE, SIZE)
-    wanted = tl.div_rn(high - low, tl.full([1, 1], LEVELS - 1.0, tl.float32))
-    place = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tl.program_id(0)
-    tl.store(widest + place, tl.max(wanted))
-
-
-@triton.jit(do_not_specialize=["programs"])
-def _base(widest, base, saturated, programs, BLOCK: tl.constexpr):
-    """The FP16 base of a head, 1/255 of its widest step, and whether it saturated."""
-    head = tl.program_id(0).to(tl.int64)
-    peak = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, programs, BLOCK):
-        at = start + tl.arange(0, BLOCK)
-        peak = tl.maximum(peak, tl.load(widest + head * programs + at, mask=at < programs, other=0))
-    top = tl.max(peak, 0)
-    wanted = tl.div_rn(top, top * 0 + 255.0)
-    tl.store(base + head, tl.minimum(wanted, FP16_MAX).to(tl.float16))
-    tl.store(saturated + head, (wanted > FP16_MAX).to(tl.int64))
-
-
-@triton.jit(do_not_specialize=["tokens", "zero_bytes"])
-def _codes(
-    x,
-    centroids,
-    ids,
-    tokens,
-    CLUSTERS: tl.constexpr,
-    base,
-    codes,
-    scales,
-    zeros,
-    lost,
-    zero_bytes,
-    WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
-    GROUPS: tl.constexpr,
-    GROUPS_PADDED: tl.constexpr,
-    SIZE: tl.constexpr,
     LEVELS: tl.constexpr,
     CODE_BITS: tl.constexpr,
-    ZERO_BITS: tl.constexpr,
-    SYMMETRIC: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    even, odd, head, first, row = _residual(
+        p_x, p_mu, p_ids, tokens, CLUSTERS, WIDTH, SIZE, ALL, LANES, TOKENS, False
+    )
+    TOP: tl.constexpr = LEVELS // 2 - 1
+    peak = _over_group(tl.maximum(tl.abs(even), tl.abs(odd)))
+    wanted = peak if TOP == 1 else tl.div_rn(peak, tl.full([1, 1], TOP * 1.0, tl.float32))
+    step = e4m3_rounded(tl.minimum(tl.maximum(wanted, 0.001953125), 448.0))
+    o_token, o_group = tl.arange(0, TOKENS), tl.arange(0, ALL)
+    m_token = o_token < tokens - first
+    mask = (o_group < GROUPS)[:, None] & m_token[None, :]
+    at = o_group[:, None] + (o_token * GROUPS)[None, :]
+    tl.store(p_scales + row * GROUPS + at, e4m3_byte(step), mask=mask)
+    lost = tl.sum(((wanted > 448.0) & mask).to(tl.int32))
+    if lost > 0:
+        tl.atomic_add(p_counts + head, lost.to(tl.int64), sem="relaxed")
+    if TOP == 1:  # one half is even's: 0
+        half = (step * 0.5)[None, :, :, None, None]
+        even = above(even, half, INTERPRET) - below(even, half, INTERPRET)
+        odd = above(odd, half, INTERPRET) - below(odd, half, INTERPRET)
+    else:
+        inverse = tl.div_rn(tl.full([1, 1], 1.0, tl.float32), step)[None, :, :, None, None]
+        step = step[None, :, :, None, None]
+        even = tl.minimum(tl.maximum(rounded(even, step, inverse), -TOP), TOP)
+        odd = tl.minimum(tl.maximum(rounded(odd, step, inverse), -TOP), TOP)
+    store_codes(p_codes, row, even, odd, TOP, m_token, WIDTH, SIZE, ALL, LANES, TOKENS, CODE_BITS)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _ranges_kernel(
+    p_x,
+    p_mu,
+    p_ids,
+    p_ends,
+    p_counts,
+    tokens,
+    CLUSTERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    LANES: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    head, tile = tl.program_id(1).to(tl.int64), tl.program_id(0)
-    ALL: tl.constexpr = PADDED // SIZE  # groups, with those that are padding
-    residual, _, _ = residual_tile(x, centroids, ids, tokens, CLUSTERS, WIDTH, PADDED, TOKENS)
-    low, high = _range(residual, TOKENS, ALL, SIZE)
-    token, group = tile * TOKENS + tl.arange(0, TOKENS), tl.arange(0, ALL)
-    inside = (token < tokens)[:, None] & (group < GROUPS)[None, :]
-    grouped = tl.reshape(residual, [TOKENS, ALL, SIZE])
-    if SYMMETRIC:
-        TOP: tl.constexpr = LEVELS // 2 - 1
-        wanted = tl.div_rn(tl.maximum(high, -low), tl.full([1, 1], TOP * 1.0, tl.float32))
-        stored = e4m3_encode(tl.minimum(tl.maximum(wanted, 0.001953125), 448.0))
-        step = e4m3_value(stored)
-        tl.store(
-            lost + head * tl.num_programs(0) + tile,
-            tl.sum(((wanted > 448.0) & inside).to(tl.int32)),
-        )
-        if TOP == 1:  # one half is even's: 0
-            half = (step * 0.5)[:, :, None]
-            code = 1 + (grouped > half).to(tl.int32) - (grouped < -half).to(tl.int32)
-        else:
-            inverse = tl.div_rn(tl.full([1, 1], 1.0, tl.float32), step)
-            level = _rounded(grouped, step[:, :, None], inverse[:, :, None])
-            code = (tl.minimum(tl.maximum(level, -TOP), TOP) + TOP).to(tl.int32)
+    """The ends of every group, with 0 inside, and the bits of the widest range of the head."""
+    even, odd, head, first, row = _residual(
+        p_x, p_mu, p_ids, tokens, CLUSTERS, WIDTH, SIZE, ALL, LANES, TOKENS, False
+    )
+    high = tl.maximum(_over_group(tl.maximum(even, odd)), 0.0)
+    low = -tl.maximum(_over_group(-tl.minimum(even, odd)), 0.0)
+    o_token, o_group = tl.arange(0, TOKENS), tl.arange(0, ALL)
+    at = o_group[:, None] + (o_token * ALL)[None, :]
+    mask = (o_token < tokens - first)[None, :] & (o_group >= 0)[:, None]
+    p_low = p_ends + row * ALL
+    tl.store(p_low + at, low, mask=mask)
+    tl.store(p_low + tl.num_programs(1).to(tl.int64) * tokens * ALL + at, high, mask=mask)
+    widest = tl.max(high - low).to(tl.int32, bitcast=True)  # ordered as the numbers, which are >= 0
+    tl.atomic_max(p_counts + tl.num_programs(1) + head, widest.to(tl.int64), sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["tokens", "zero_nbytes"])
+def _affine_kernel(
+    p_x,
+    p_mu,
+    p_ids,
+    p_ends,
+    p_counts,
+    p_codes,
+    p_scales,
+    p_base,
+    p_zeros,
+    tokens,
+    zero_nbytes,
+    CLUSTERS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    SIZE: tl.constexpr,
+    GROUPS: tl.constexpr,
+    ALL: tl.constexpr,
+    LANES: tl.constexpr,
+    TOKENS: tl.constexpr,
+    LEVELS: tl.constexpr,
+    CODE_BITS: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    ZERO_BITS: tl.constexpr,
+):
+    even, odd, head, first, row = _residual(
+        p_x, p_mu, p_ids, tokens, CLUSTERS, WIDTH, SIZE, ALL, LANES, TOKENS, True
+    )
+    top = tl.load(p_counts + tl.num_programs(1) + head).to(tl.int32).to(tl.float32, bitcast=True)
+    # The FP16 base of a head is 1/255 of its widest step.
+    wanted = tl.div_rn(tl.div_rn(top, top * 0 + (LEVELS - 1.0)), top * 0 + 255.0)
+    base = tl.minimum(wanted, FP16_MAX).to(tl.float16)
+    if first == 0:
+        tl.store(p_base + head, base)
+        tl.store(p_counts + head, (wanted > FP16_MAX).to(tl.int64))
+    # One group after the other: a thread has another one than where numbers are.
+    o_flat = tl.arange(0, TOKENS * ALL)
+    o_token, o_group = o_flat // ALL, o_flat % ALL
+    m_flat = o_token < tokens - first
+    p_low = p_ends + row * ALL
+    p_high = p_low + tl.num_programs(1).to(tl.int64) * tokens * ALL
+    low = tl.load(p_low + o_flat, mask=m_flat, other=0.0)
+    high = tl.load(p_high + o_flat, mask=m_flat, other=0.0)
+    unit = base.to(tl.float32) + low * 0.0
+    wanted = tl.div_rn(high - low, low * 0.0 + (LEVELS - 1.0))
+    count = tl.minimum(tl.maximum(clipped(tl.div_rn(wanted, divisor(unit))), 1.0), 255.0)
+    step = divisor(unit * count)
+    zero = tl.minimum(tl.maximum(clipped(tl.div_rn(-low, step)), 0.0), LEVELS - 1.0)
+    m_group = m_flat & (o_group < GROUPS)
+    tl.store(p_scales + row * GROUPS + o_token * GROUPS + o_group, count.to(tl.uint8), mask=m_group)
+    p_zeros += head * zero_nbytes
+    if ZERO_BITS == 8:
+        at = (first + o_token) * GROUPS + o_group
+        tl.store(p_zeros + at, zero.to(tl.uint8), mask=m_group)
     else:
-        unit = tl.load(base + head).to(tl.float32)
-        wanted = tl.div_rn(high - low, tl.full([1, 1], LEVELS - 1.0, tl.float32))
-        count = tl.minimum(tl.maximum(_clipped(tl.div_rn(wanted, _divisor(unit))), 1.0), 255.0)
-        stored = count.to(tl.uint8)
-        step = _divisor(unit * count)
-        zero = tl.minimum(tl.maximum(_clipped(tl.div_rn(-low, step)), 0.0), LEVELS - 1.0)
-        if LEVELS == 4:
-            code = tl.zeros([TOKENS, ALL, SIZE], tl.int32)
-            for level in tl.static_range(1, LEVELS):
-                code += (grouped > _threshold(level - zero, step)[:, :, None]).to(tl.int32)
-        else:
-            inverse = tl.div_rn(tl.full([1, 1], 1.0, tl.float32), step)
-            level = _rounded(grouped, step[:, :, None], inverse[:, :, None]) + zero[:, :, None]
-            code = tl.minimum(tl.maximum(level, 0.0), LEVELS - 1.0).to(tl.int32)
-        _store_zeros(
-            zeros + head * zero_bytes, zero, token, tokens, inside, GROUPS, ALL, ZERO_BITS, TOKENS
-        )
-    place = (head * tokens + token)[:, None] * GROUPS + group[None, :]
-    tl.store(scales + place, stored, mask=inside)
-    PER_BYTE: tl.constexpr = 8 // CODE_BITS
-    column = tl.arange(0, PADDED // PER_BYTE)
-    packed = _packed(tl.reshape(code, [TOKENS, PADDED // PER_BYTE, PER_BYTE]), CODE_BITS)
-    row: tl.constexpr = WIDTH // PER_BYTE
-    at = (head * tokens + token)[:, None] * row + column[None, :]
-    tl.store(
-        codes + at, packed.to(tl.uint8), mask=(token < tokens)[:, None] & (column < row)[None, :]
+        PER_BYTE: tl.constexpr = 8 // ZERO_BITS
+        COUNT: tl.constexpr = TOKENS * ALL // PER_BYTE
+        shift = (tl.arange(0, PER_BYTE) * ZERO_BITS)[None, :]
+        code = tl.reshape(tl.where(m_group, zero, 0.0).to(tl.int32), [COUNT, PER_BYTE])
+        at = first * ALL // PER_BYTE + tl.arange(0, COUNT)
+        packed = tl.sum(code << shift, 1).to(tl.uint8)
+        tl.store(p_zeros + at, packed, mask=at < zero_nbytes)
+    if LEVELS == 4:
+        limit = _of_groups(threshold(1.0 - zero, step), TOKENS, ALL)
+        even_code = above(even, limit, INTERPRET)
+        odd_code = above(odd, limit, INTERPRET)
+        for level in tl.static_range(2, LEVELS):
+            limit = _of_groups(threshold(level - zero, step), TOKENS, ALL)
+            even_code += above(even, limit, INTERPRET)
+            odd_code += above(odd, limit, INTERPRET)
+    else:
+        inverse = _of_groups(tl.div_rn(low * 0.0 + 1.0, step), TOKENS, ALL)
+        step = _of_groups(step, TOKENS, ALL)
+        zero = _of_groups(zero, TOKENS, ALL)
+        even_code = rounded(even, step, inverse) + zero
+        odd_code = rounded(odd, step, inverse) + zero
+        even_code = tl.minimum(tl.maximum(even_code, 0.0), LEVELS - 1.0)
+        odd_code = tl.minimum(tl.maximum(odd_code, 0.0), LEVELS - 1.0)
+    m_token = tl.arange(0, TOKENS) < tokens - first
+    store_codes(
+        p_codes, row, even_code, odd_code, 0, m_token, WIDTH, SIZE, ALL, LANES, TOKENS, CODE_BITS
     )
 
 
 @triton.jit
-def _packed(code, BITS: tl.constexpr):
-    """The byte that the last axis makes, its first entry lowest."""
-    shift = tl.arange(0, 8 // BITS) * BITS
-    return tl.sum(code << shift[None, None, :], 2)
+def _of_groups(value, TOKENS: tl.constexpr, ALL: tl.constexpr):
+    """[TOKENS·ALL] as a tile of residuals has it."""
+    return tl.trans(tl.reshape(value, [TOKENS, ALL]))[None, :, :, None, None]
 
 
-@triton.jit
-def _store_zeros(
-    zeros,
-    zero,
-    token,
-    tokens,
-    inside,
-    GROUPS: tl.constexpr,
-    ALL: tl.constexpr,
-    BITS: tl.constexpr,
-    TOKENS: tl.constexpr,
-):
-    """Zero points of a tile [TOKENS, ALL]: a byte each, or packed where GROUPS is a power of 2."""
-    if BITS == 8:
-        place = token[:, None] * GROUPS + tl.arange(0, ALL)[None, :]
-        tl.store(zeros + place, zero.to(tl.uint8), mask=inside)
-    else:
-        PER_BYTE: tl.constexpr = 8 // BITS
-        COUNT: tl.constexpr = TOKENS * ALL // PER_BYTE
-        code = tl.where(inside, zero, 0.0).to(tl.int32)
-        packed = _packed(tl.reshape(code, [1, COUNT, PER_BYTE]), BITS)
-        at = tl.program_id(0) * COUNT + tl.arange(0, COUNT)
-        size = (tokens * GROUPS + PER_BYTE - 1) // PER_BYTE
-        tl.store(zeros + at[None, :], packed.to(tl.uint8), mask=(at < size)[None, :])
+_symmetric = Launch(_symmetric_kernel, WARPS)
+_ranges, _affine = Launch(_ranges_kernel, WARPS), Launch(_affine_kernel, WARPS)

@@ -16,6 +16,7 @@ __all__ = [
     "Launch",
     "blocks",
     "interpreted",
+    "kind_of",
     "on_device",
     "power_of_two",
     "processors",
@@ -41,7 +42,8 @@ def on_device(tensor: Tensor) -> Any:
 class Launch:
     """Launches a kernel again without Triton's look-up of the compiled one, most of a launch.
 
-    Of one device. `kind`: whatever of the arguments Triton would compile another kernel for.
+    `kind`: the device, and whatever else of the arguments Triton would compile another kernel for:
+    see `kind_of`. Integers have to be constants or `do_not_specialize`.
     """
 
     def __init__(self, kernel: Any, warps: int) -> None:
@@ -56,6 +58,15 @@ class Launch:
             return
         # None where it is interpreted.
         self.compiled[kind] = self.kernel[grid](*arguments, num_warps=self.warps)
+
+
+def kind_of(*tensors: Tensor, constants: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+    """What kernels are told apart by: the device, dtypes and alignments of tensors, and constants.
+
+    Of the tensors that a caller brings: those that torch just allocated are aligned.
+    """
+    forms = [(t.dtype, t.data_ptr() % 16 == 0) for t in tensors]
+    return (tensors[0].get_device(), *forms, constants)
 
 
 def blocks(count: int, size: int) -> int:

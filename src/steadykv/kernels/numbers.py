@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["e4m3_encode", "e4m3_value", "finite", "nearest"]
+__all__ = ["e4m3_byte", "e4m3_encode", "e4m3_rounded", "e4m3_value", "finite", "nearest"]
 
 
 @triton.jit
@@ -35,3 +35,19 @@ def e4m3_encode(x):
     normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
     tiny = nearest(x * 512.0).to(tl.int32)  # below 2^-6 the step is 2^-9
     return tl.where(x < 0.015625, tiny, normal).to(tl.uint8)
+
+
+@triton.jit
+def e4m3_rounded(x):
+    """The E4M3 number nearest to FP32 0 <= x <= 448, halves to even, as FP32."""
+    # 2^20 times the power of two in x, 2^-6 at least: what is left of a step is rounded off.
+    power = tl.maximum(x.to(tl.int32, bitcast=True) & 0x7F800000, 121 << 23)
+    large = (power + (20 << 23)).to(tl.float32, bitcast=True)
+    return (x + large) - large
+
+
+@triton.jit
+def e4m3_byte(value):
+    """The byte of an E4M3 number >= 0, given as FP32; see `e4m3_value`."""
+    bits = (value * 7.52316384526264e-37).to(tl.int32, bitcast=True)
+    return (bits >> 20).to(tl.uint8)
