@@ -54,7 +54,15 @@ class Launch:
         """All arguments in the order of the kernel's signature, constants among them."""
         found = self.compiled.get(kind)
         if found is not None:
-            found[grid](*arguments)
+            hooks = triton.knobs.runtime
+            if hooks.launch_enter_hook is not None:  # a profiler wants more of it
+                found[grid](*arguments)
+                return
+            stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
+            found.run(
+                *grid, stream, found.function, found.packed_metadata, None, None,
+                hooks.launch_exit_hook, *arguments,
+            )  # fmt: skip
             return
         # None where it is interpreted.
         self.compiled[kind] = self.kernel[grid](*arguments, num_warps=self.warps)

@@ -18,8 +18,9 @@ __all__ = ["ROUND_TOKENS", "Plan", "plan", "plan_for"]
 FLOPS = 606e12 / 132
 BLOCK_ROWS = 128
 BYTES = 4.2e12 / 132
-PASS_SECONDS = 90e-6
-LOAD_SECONDS = 30e-6
+PASS_SECONDS = 100e-6
+LOAD_SECONDS = 35e-6
+OVERLAP = 0.8  # of what the last blocks of a pass leave idle, another lane takes so much
 
 LEAST_TOKENS = 256  # of a piece
 ROUND_TOKENS = 128  # a piece is a multiple of it, so that few shapes occur
@@ -94,17 +95,19 @@ def plan_for(
             nbytes = lanes * (heads * head_scratch * length + outputs(heads, pieces > 1))
             if nbytes > budget:
                 continue
-            filled = -(-rows // BLOCK_ROWS) * group * heads / multiprocessors
-            if lanes == 1:
-                waves = pieces * passes * -(-filled // 1)
-            else:
-                waves = pieces * passes * filled / min(1.0, lanes * filled) + 0.5
+            head_waves = -(-rows // BLOCK_ROWS) * group / multiprocessors
+            filled, last = heads * head_waves, (every - (passes - 1) * heads) * head_waves
+            waves = pieces * ((passes - 1) * -(-filled // 1) + -(-last // 1))
+            if lanes > 1:
+                packed = pieces * every * head_waves / min(1.0, lanes * filled)
+                waves = OVERLAP * packed + (1 - OVERLAP) * waves + 0.5
             attention = waves * 4 * BLOCK_ROWS * length * width / FLOPS
             partial = passes * heads * group * rows * width * itemsize
             merging = partial * (2 + 5 * (pieces - 1)) / (BYTES * multiprocessors)
             loads = segments + 2 * (pieces - 1)  # a cut goes through keys and values
             host = passes * (pieces * PASS_SECONDS + loads * LOAD_SECONDS)
-            seconds = max(attention + merging, host)
+            # Of two plans as fast, the one that the host has less to do for.
+            seconds = max(attention + merging, host) + 0.05 * host
             if best is None or seconds < least:
                 best, least = Plan(heads, length, lanes, nbytes), seconds
     if best is not None:
