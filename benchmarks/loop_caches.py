@@ -24,7 +24,7 @@ PLAIN_WAYS = ("ring", "host")
 
 
 class Memory(Protocol):
-    """attention: of the open chunk. commit: the last keys and values written are history."""
+    """attention: of the open chunk. commit: what is written next is another chunk."""
 
     def attention(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
     def commit(self) -> None: ...
@@ -141,7 +141,11 @@ class Host(Ring):
 
 
 class Packed:
-    """A KVCache: `read` and SDPA, or `attend`; "small" is `attend` with memory="small"."""
+    """A KVCache: `read` and SDPA, or `attend`; "small" is `attend` with memory="small".
+
+    Each layer commits a chunk, and packs its span, when the next chunk is first written to it, as
+    in a host that calls nothing else: the device computes meanwhile what the layers before queued.
+    """
 
     def __init__(self, shape: Shape, config: CacheConfig, way: str, device: torch.device) -> None:
         self.cache = KVCache(
@@ -158,7 +162,6 @@ class Packed:
         return cache.attend(q, memory="small" if self.way == "small" else "default")
 
     def commit(self) -> None:
-        self.cache.commit()
         self.chunk += 1
 
     def ledger(self) -> Ledger:

@@ -119,9 +119,9 @@ class QVGCodec(Codec):
         saturated += lost
         if config.refit:
             last.stored["centroids"] = self.refit(rows, tensors, last.ids, last.stored["centroids"])
-        tensors["ids"] = torch.stack([clusters.ids for clusters in found], 1).to(self.id_dtype)
+        tensors["ids"] = _stacked([clusters.ids.to(self.id_dtype) for clusters in found])
         for name in last.stored:
-            tensors[name] = torch.stack([clusters.stored[name] for clusters in found], 1)
+            tensors[name] = _stacked([clusters.stored[name] for clusters in found])
         for clusters in found:
             saturated = saturated + clusters.saturated
         return Encoded(tensors, {"saturated": saturated})
@@ -239,3 +239,8 @@ class QVGCodec(Codec):
                 f"ids reach {int(ids.max())}: expected less than {clusters} centroids"
             )
         check_trits(tensors["codes"], self.config.packing)
+
+
+def _stacked(stages: list[Tensor]) -> Tensor:
+    """[N, T, ...] of [N, ...] for each stage; no copy of a single one."""
+    return stages[0][:, None] if len(stages) == 1 else torch.stack(stages, 1)

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import blocks, on_device, power_of_two
+from .launch import Launch, blocks, kind_of, on_device, power_of_two
 from .numbers import finite
 
 __all__ = ["copy_finite", "count_nonfinite", "head_rows"]
@@ -50,17 +50,26 @@ def _launch(
         return
     padded = power_of_two(width)
     size = max(1, BLOCK // padded)
+    known = (x,) if out is None else (x, out)
+    of_x, of_out = x.stride(), strides
+    is_aligned = width % 8 == 0 and all(
+        s[3] <= 1 and not any(n % 8 for n in s[:3]) for s in (of_x, of_out)
+    )
+    constants = (of_x[3] if is_aligned else 0, per_head, width, padded, size)
     with on_device(x):
-        _clean[blocks(tokens, size), heads](
-            x, out, count, first, of_row, tokens, *x.stride(), *strides, per_head,
-            width, padded, size, num_warps=4,
+        _clean(
+            kind_of(*known, constants=(out is None, *constants)),
+            (blocks(tokens, size), heads, 1),
+            x, out, count, first, of_row, tokens, *of_x, *of_out, *constants,
         )  # fmt: skip
 
 
 @triton.jit(
-    do_not_specialize=["first", "heads", "tokens", "x_b", "x_h", "out_b", "out_h"],
-)
-def _clean(
+    do_not_specialize=[
+        "first", "heads", "tokens", "x_b", "x_h", "x_s", "x_d", "out_b", "out_h", "out_s", "out_d",
+    ]
+)  # fmt: skip
+def _clean_kernel(
     x,
     out,
     count,
@@ -69,31 +78,50 @@ def _clean(
     tokens,
     x_b: tl.int64,
     x_h: tl.int64,
-    x_s,
-    x_d,
+    x_s: tl.int64,
+    x_d: tl.int64,
     out_b: tl.int64,
     out_h: tl.int64,
-    out_s,
-    out_d,
+    out_s: tl.int64,
+    out_d: tl.int64,
+    ALIGNED: tl.constexpr,
     PER_HEAD: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """A tile of a head; the number it counts is an integer, in which the order is nothing."""
+    """A tile of a head; the number it counts is an integer, in which the order is nothing.
+
+    ALIGNED: channels are adjacent, and 8 divides every other stride.
+    """
     row = first + tl.program_id(1)
-    batch, head = row // heads, row % heads
+    batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
-    channel = tl.arange(0, PADDED)
-    mask = (token < tokens)[:, None] & (channel < WIDTH)[None, :]
-    token = token.to(tl.int64)
-    p_x = x + batch * x_b + head * x_h + (token * x_s)[:, None] + (channel * x_d)[None, :]
+    mask = (token < tokens)[:, None] & (tl.arange(0, PADDED) < WIDTH)[None, :]
+    p_x = _places(x, batch * x_b + head * x_h, token, x_s, x_d, ALIGNED, PADDED)
     value = tl.load(p_x, mask=mask, other=0).to(tl.float32)
     if out is not None:
         # Of head_rows the rows of `out` begin with `first`; a batch does not matter there.
-        to_row = tl.program_id(1) * out_h if PER_HEAD else batch * out_b + head * out_h
-        p_out = out + to_row + (token * out_s)[:, None] + (channel * out_d)[None, :]
+        start = batch * out_b + head * out_h
+        if PER_HEAD:
+            start = tl.program_id(1) * out_h
+        p_out = _places(out, start, token, out_s, out_d, ALIGNED, PADDED)
         tl.store(p_out, finite(value).to(out.dtype.element_ty), mask=mask)
     lost = tl.sum((value - value != 0).to(tl.int32))
     if lost > 0:
         tl.atomic_add(count + tl.program_id(1) * PER_HEAD, lost.to(tl.int64))
+
+
+@triton.jit
+def _places(base, start, token, s_token, s_channel, ALIGNED: tl.constexpr, PADDED: tl.constexpr):
+    channel = tl.arange(0, PADDED)
+    offset = token.to(tl.int64) * s_token
+    if ALIGNED:
+        start, offset = tl.multiple_of(start, 8), tl.multiple_of(offset, 8)
+        place = base + start + offset[:, None] + channel[None, :]
+    else:
+        place = base + start + offset[:, None] + (channel * s_channel)[None, :]
+    return place
+
+
+_clean = Launch(_clean_kernel, 4)

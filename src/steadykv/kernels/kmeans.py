@@ -25,8 +25,10 @@ from ..reference.kmeans import (
 )
 from .assign import nearest_kernel
 from .launch import (
+    Launch,
     blocks,
     interpreted,
+    kind_of,
     on_device,
     power_of_two,
     processors,
@@ -52,7 +54,7 @@ BF16_MAX = tl.constexpr(3.3895313892515355e38)
 # share a processor: while one finds the least of its scores, the other multiplies.
 ASSIGN_TOKENS, ASSIGN_CENTROIDS, ASSIGN_BYTES = 64, 256, 64 << 10
 ASSIGN_WARPS, ASSIGN_PROGRAMS, ASSIGN_STAGES = 4, 2, 3
-SUM_TOKENS, SUM_CENTROIDS, SUM_WARPS = 64, 128, 4
+SUM_TOKENS, SUM_CENTROIDS, SUM_WARPS, SUM_PROGRAMS = 64, 128, 4, 2
 COUNT_TOKENS = 1024
 Scores = tuple[Tensor, Tensor]
 """-2 mu in BF16 [N, C, D], and |mu|^2 in FP32 [N, C]."""
@@ -136,23 +138,12 @@ def _assign(x: Tensor, scores: Scores, kind: torch.dtype) -> Tensor:
     tile_bytes = ASSIGN_TOKENS * padded * x.element_size()
     while stages > 1 and 2 * kept * padded + stages * tile_bytes > shared_memory(x.device) // 2:
         stages -= 1
+    constants = (norms.shape[1], width, padded, ASSIGN_TOKENS, kept, stages, interpreted())
     with on_device(x):
-        nearest_kernel[blocks(count, tiles), heads](
-            x,
-            doubled,
-            norms,
-            ids,
-            tokens,
-            tiles,
-            norms.shape[1],
-            width,
-            padded,
-            ASSIGN_TOKENS,
-            kept,
-            stages,
-            interpreted(),
-            num_warps=ASSIGN_WARPS,
-        )
+        _nearest(
+            kind_of(x, ids, constants=constants), (blocks(count, tiles), heads, 1),
+            x, doubled, norms, ids, tokens, tiles, *constants,
+        )  # fmt: skip
     return ids
 
 
@@ -162,29 +153,24 @@ def _means(x: Tensor, ids: Tensor, previous: Tensor) -> tuple[Tensor, Tensor, Sc
     (heads, tokens, width), clusters = x.shape, previous.shape[1]
     size = min(SUM_CENTROIDS, tile_width(clusters))
     tiles = blocks(clusters, size)
-    parts = max(1, min(blocks(tokens, SUM_TOKENS), blocks(4 * processors(x.device), heads * tiles)))
+    programs = SUM_PROGRAMS * processors(x.device) // (heads * tiles)
+    parts = max(1, min(blocks(tokens, SUM_TOKENS), programs))
     length = blocks(blocks(tokens, parts), SUM_TOKENS) * SUM_TOKENS
     parts = blocks(tokens, length)
     sums = torch.empty(heads, parts, clusters, width, dtype=torch.float32, device=x.device)
     counts = torch.empty(heads, parts, clusters, dtype=torch.float32, device=x.device)
+    is_exact = x.dtype != torch.bfloat16
+    of_sums = (clusters, width, tile_width(width), SUM_TOKENS, size, is_exact, interpreted())
+    of_counts = (clusters, power_of_two(clusters + 1), COUNT_TOKENS)
     with on_device(x):
-        _sums[tiles, parts, heads](
-            x,
-            ids,
-            sums,
-            tokens,
-            length,
-            clusters,
-            width,
-            tile_width(width),
-            SUM_TOKENS,
-            size,
-            x.dtype != torch.bfloat16,
-            interpreted(),
-            num_warps=SUM_WARPS,
-        )
-        bins = power_of_two(clusters + 1)
-        _counts[parts, heads](ids, counts, tokens, length, clusters, bins, COUNT_TOKENS)
+        _sums(
+            kind_of(x, ids, constants=of_sums), (tiles, parts, heads),
+            x, ids, sums, tokens, length, *of_sums,
+        )  # fmt: skip
+        _counts(
+            kind_of(ids, constants=of_counts), (parts, heads, 1),
+            ids, counts, tokens, length, *of_counts,
+        )  # fmt: skip
     means = torch.empty(previous.shape, dtype=torch.float32, device=x.device)
     return means, *_finish(previous, sums, counts, means)
 
@@ -196,26 +182,18 @@ def _finish(
     rounded = torch.empty(previous.shape, dtype=torch.bfloat16, device=previous.device)
     doubled = torch.empty_like(rounded)
     norms = torch.empty(heads, clusters, dtype=torch.float32, device=previous.device)
+    constants = (clusters, width, tile_width(width), ROWS)
     with on_device(previous):
-        _divide[blocks(clusters, ROWS), heads](
-            previous,
-            previous if sums is None else sums,
-            previous if counts is None else counts,
-            means,
-            rounded,
-            doubled,
-            norms,
-            0 if sums is None else sums.shape[1],
-            clusters,
-            width,
-            tile_width(width),
-            ROWS,
-        )
+        _divide(
+            kind_of(previous, means, constants=constants), (blocks(clusters, ROWS), heads, 1),
+            previous, previous if sums is None else sums, previous if counts is None else counts,
+            means, rounded, doubled, norms, 0 if sums is None else sums.shape[1], *constants,
+        )  # fmt: skip
     return rounded, (doubled, norms)
 
 
 @triton.jit(do_not_specialize=["tokens", "length"])
-def _sums(
+def _sums_kernel(
     x,
     ids,
     sums,
@@ -262,7 +240,7 @@ def _sums(
 
 
 @triton.jit(do_not_specialize=["tokens", "length"])
-def _counts(
+def _counts_kernel(
     ids, counts, tokens, length, CLUSTERS: tl.constexpr, BINS: tl.constexpr, TOKENS: tl.constexpr
 ):
     """How many of `length` tokens each cluster has: FP32, exact below 2^24."""
@@ -280,7 +258,7 @@ def _counts(
 
 
 @triton.jit(do_not_specialize=["parts"])
-def _divide(
+def _divide_kernel(
     previous,
     sums,
     counts,
@@ -363,3 +341,9 @@ def _leave(
     """x - mu[id] in FP32."""
     left, place, mask = residual_tile(x, centroids, ids, tokens, CLUSTERS, WIDTH, PADDED, TOKENS)
     tl.store(out + place, left, mask=mask)
+
+
+_nearest = Launch(nearest_kernel, ASSIGN_WARPS)
+_sums = Launch(_sums_kernel, SUM_WARPS)
+_counts = Launch(_counts_kernel, 4)
+_divide = Launch(_divide_kernel, 4)
