@@ -157,3 +157,16 @@ def test_on_a_gpu_a_new_length_compiles_nothing() -> None:
     check_compilations(
         lambda n: folded([queries[:, :, :n].contiguous()], 2, "triton"), range(90, 1300, 61)
     )
+
+
+@pytest.mark.parametrize("width", [16, 64, 80, 128, 256])
+def test_channel_weights_are_the_reference_s(width: int, poisoned_memory: None) -> None:
+    moment = torch.randn(6, width, width, generator=torch.Generator().manual_seed(0))
+    moment = (moment @ moment.mT).to(DEVICE)
+    moment[1] = 0
+    moment[2, 3, 3] = float("nan")
+    count = torch.tensor([3, 3, 3, 0, 9, 1], device=DEVICE)
+    found = ops.channel_weight(moment, count, backend="triton")
+    expected = ops.channel_weight(moment, count, backend="reference")
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+    assert found[1].tolist() == [1, 0, 0, 0, 1, 1]

@@ -20,9 +20,22 @@ LEAST_SHARE = 512
 MAX_SHARES = 16
 MAX_TILE = 128  # channels of a block of M
 
-# A few operations on [N, D] or [N, D, D], once a span.
-channel_weight = reference.channel_weight
-merge_moment = reference.merge_moment
+merge_moment = reference.merge_moment  # a few operations on [N, D, D], once a span
+
+
+def channel_weight(moment: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """See `steadykv.ops.query_moment`: the reference's bits, in one launch instead of thirty."""
+    heads, width, _ = moment.shape
+    if width & (width - 1):  # the reference folds halves, which the kernel has for powers of two
+        return reference.channel_weight(moment, count)
+    weight = torch.empty(heads, width, dtype=torch.float32, device=moment.device)
+    active = torch.empty(heads, dtype=torch.uint8, device=moment.device)
+    with on_device(moment):
+        _weight_kernel[heads,](
+            moment, count, weight, active, *moment.stride(), *count.stride(), WIDTH=width,
+            LEVELS=width.bit_length() - 1, num_warps=1,
+        )  # fmt: skip
+    return weight, active
 
 
 def accumulate_moment(moment: Tensor, count: Tensor, queries: Tensor) -> None:
@@ -185,3 +198,30 @@ def _fold_kernel(
     b_mean = tl.load(p_at, mask=mask, other=0.0)
     b_new = tl.div_rn(b_sum, tl.zeros([BLOCK], tl.float32) + added)
     tl.store(p_at, b_mean + (b_new - b_mean) * weight, mask=mask)
+
+
+@triton.jit
+def _weight_kernel(
+    p_moment,
+    p_count,
+    p_weight,
+    p_active,
+    stride_n,
+    stride_i,
+    stride_j,
+    stride_c,
+    WIDTH: tl.constexpr,
+    LEVELS: tl.constexpr,
+):
+    """The diagonal over its mean, or 1 where that says nothing."""
+    i_n = tl.program_id(0).to(tl.int64)
+    o_c = tl.arange(0, WIDTH)
+    energy = tl.load(p_moment + i_n * stride_n + o_c * (stride_i + stride_j))
+    fold = energy
+    for level in tl.static_range(LEVELS):  # one order on every device
+        fold = tl.sum(tl.reshape(fold, [2, WIDTH >> (level + 1)]), 0)
+    mean = tl.sum(fold, 0) / WIDTH
+    used = (tl.load(p_count + i_n * stride_c) > 0) & (mean > 0) & (mean - mean == 0)
+    weight = tl.where(used, tl.div_rn(energy, mean + energy * 0), 1.0)
+    tl.store(p_weight + i_n * WIDTH + o_c, weight)
+    tl.store(p_active + i_n, used.to(tl.uint8))
