@@ -22,6 +22,7 @@ from steadykv.kernels import decode as kernels
 from steadykv.kernels.decode import Tile
 from steadykv.kernels.decode_groups import groups_kernel
 from steadykv.kernels.decode_levels import levels_kernel, outliers_kernel
+from steadykv.kernels.decode_pairs import pairs_kernel
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Interpreted, a store to BF16 cuts the number off instead of rounding it.
@@ -123,6 +124,54 @@ def test_every_geometry_equals_its_reference(form: str, monkeypatch: pytest.Monk
     check(payload, blank(shape, torch.float32, "BSHD"))
     for start, end in ((7, 12), (8, 33)):
         check(payload, blank((*shape[:2], end - start, shape[3]), torch.float16), start)
+
+
+PAIRS: dict[str, tuple[CodecConfig, tuple[int, ...]]] = {
+    "symmetric": (CodecConfig("qvg", centroids=16), (2, 2, 37, 128)),
+    "symmetric_64_group_32": (CodecConfig("qvg", centroids=16, group_size=32), (1, 2, 37, 64)),
+    "symmetric_ids_of_16_bits": (CodecConfig("qvg", centroids=300), (1, 1, 301, 64)),
+    "zeros": (CodecConfig("qvg4", centroids=16), (2, 2, 37, 128)),
+    "zeros_256_group_256": (CodecConfig("qvg4", centroids=16, group_size=256), (1, 1, 37, 256)),
+    "rank_8": (CodecConfig("quantwm", centroids=16), (2, 2, 37, 128)),
+    "rank_2_of_64": (CodecConfig("quantwm", centroids=16, rank=2), (1, 2, 37, 64)),
+    "rank_14_of_256": (CodecConfig("quantwm", centroids=16, rank=14), (1, 1, 37, 256)),
+    "rank_16": (CodecConfig("quantwm", centroids=16, rank=16, group_size=32), (1, 2, 37, 128)),
+}
+
+
+@pytest.mark.parametrize("form", PAIRS)
+def test_pairs_of_bf16_equal_the_reference(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded as on a GPU when interpreted, too: the numbers are stored as integers."""
+    config, shape = PAIRS[form]
+    payload = packed(config, shape)
+    # Nothing but pairs: the general kernel would fail.
+    monkeypatch.setattr(kernels, "groups_kernel", None)
+    for layout, start, end in (("BHSD", 0, 37), ("BSHD", 3, 19), ("BSHD", 5, 36)):
+        check(payload, blank((*shape[:2], end - start, shape[3]), torch.bfloat16, layout), start)
+
+
+def test_pairs_of_any_scale_code_and_zero_point() -> None:
+    """Every E4M3 scale, also below the least normal one; random bytes for the other grid."""
+    scale = torch.tensor([n for n in range(256) if n & 0x7F != 0x7F], dtype=torch.uint8)
+    tokens, shared = len(scale), {
+        "codes": random_bytes(1, 1, 254, 16),
+        "ids": random_bytes(1, 1, 1, 254, top=16, seed=1),
+        "centroids": random_bytes(1, 1, 1, 16, 64, seed=2).sub_(128).view(torch.int8).bfloat16(),
+    }  # fmt: skip
+    symmetric = {"scale": scale[None, None, :, None].to(DEVICE).view(torch.float8_e4m3fn)}
+    zeros = {
+        "scale_codes": random_bytes(1, 1, tokens, 2, seed=3),
+        "scale_base": torch.tensor([[0.01]], device=DEVICE, dtype=torch.float16),
+        "zeros": random_bytes(1, 1, tokens // 2, seed=4),
+    }
+    for grid, group_size, tensors in (("symmetric", 64, symmetric), ("affine_zero", 32, zeros)):
+        for start in (0, 1, 2, 3):
+            outs = [blank((1, 1, tokens - start, 64), torch.bfloat16) for _ in range(2)]
+            for out, backend in zip(outs, ("triton", "reference"), strict=True):
+                ops.decode_clustered(
+                    {**shared, **tensors}, out, grid, 2, group_size, start, tokens, backend=backend
+                )
+            assert torch.equal(*outs)
 
 
 @pytest.mark.parametrize("name", ["qvg", "kvquant"])
@@ -280,7 +329,7 @@ cuda = pytest.mark.cuda
 
 
 def compilations() -> int:
-    kernels = (groups_kernel, levels_kernel, outliers_kernel)
+    kernels = (groups_kernel, pairs_kernel, levels_kernel, outliers_kernel)
     return sum(len(cached[0]) for k in kernels for cached in k.device_caches.values())
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +12,7 @@ from ..reference import decode as reference
 from ..reference.blocks import Decoder, Heads
 from .decode_groups import groups_kernel
 from .decode_levels import levels_kernel, outliers_kernel
+from .decode_pairs import pairs_kernel
 from .launch import Launch, blocks, interpreted, on_device, power_of_two, tile_width
 
 __all__ = [
@@ -35,6 +36,10 @@ TILES = {64: Tile(128, 4), 128: Tile(16, 1), 256: Tile(32, 4)}
 # With coefficients. What the matrix units made of 32 tokens changes hands inside of a warp; larger
 # tiles wait for each other at 20 barriers or more.
 COMPENSATED_TILES = {64: Tile(32, 2), 128: Tile(16, 1), 256: Tile(32, 4)}
+# Two numbers in a register. A warp has so many words of a row side by side, and rows accordingly;
+# four with coefficients, where the matrix units leave them so.
+PAIRS = Tile(16, 1)
+PAIRS_SIDE, COMPENSATED_SIDE = 8, 4
 # Whether programs that run together have the same tokens of all heads, where `out` has them side
 # by side: its rows are then written as a whole. Otherwise they have one head and its centroids.
 HEADS_FIRST = False
@@ -190,22 +195,82 @@ def _groups_decoder(
     )  # fmt: skip
 
     launch = Launch(groups_kernel, warps)
+    is_whole = packing == "bits" and axis == "channels" and not levels
+    pairs = _pairs_decoder(stored, width, grid, bits, group_size) if is_whole else None
 
     def decode(part: Heads | None, out: Tensor, start: int, end: int) -> None:
         batch, heads, count, _ = out.shape
-        tiles = blocks(count, tile_tokens)
         first_row = 0 if part is None else part.row * payload_heads + part.head
-        strides = out.stride()
+        strides, offset = out.stride(), out.data_ptr() % 16
         forms = _is_aligned(out.shape, strides), _heads_first(strides)
         with on_device(out):
+            if pairs is not None and _can_pair(out, count) and forms[0] and not offset:
+                pairs(first_row, out, start)
+                return
+            tiles = blocks(count, tile_tokens)
             # Of what Triton tells kernels apart by, `out` alone may differ between two calls.
             launch(
-                (out.dtype, out.data_ptr() % 16, *forms), (batch * heads * tiles, 1, 1),
+                (out.dtype, offset, *forms), (batch * heads * tiles, 1, 1),
                 out, *payload, *strides, batch * heads, heads, start, count, tokens, tiles,
                 first_row, *sizes, *forms, INTERPRETED, tile_tokens,
             )  # fmt: skip
 
     return decode
+
+
+def _pairs_decoder(
+    stored: Mapping[str, Tensor], width: int, grid: str, bits: int, group_size: int
+) -> Callable[[int, Tensor, int], None] | None:
+    """(first row, out, start): decodes to BF16 by pairs; None where the payload is another kind."""
+    ids, centroids, basis = (stored.get(name) for name in ("ids", "centroids", "basis"))
+    has_zeros, group = grid == "affine_zero", min(group_size, width)
+    rank = 0 if basis is None else basis.shape[-1]
+    if bits != 2 or centroids is None or ids is None or ids.shape[2] > 1:
+        return None
+    if not has_zeros and (grid != "symmetric" or rank):
+        return None
+    if rank > 16 or rank % 2 or any(n & (n - 1) or n < 32 for n in (width, group)):
+        return None
+    views = [_words(stored["codes"], 2), _words(centroids, 4)]
+    if rank:
+        views += [_words(stored["basis"], 4), _words(stored["coef_codes"], 2)]
+    if centroids.dtype != torch.bfloat16 or any(view is None for view in views):
+        return None
+    codes, pairs, *coefficients = views
+    tokens = ids.shape[3]
+    payload = (
+        codes, stored["scale_codes" if has_zeros else "scale"], stored.get("scale_base"),
+        stored["zeros"] if has_zeros else None, ids, pairs,
+        *(coefficients or (None, None)), stored.get("coef_scales"),
+    )  # fmt: skip
+    sizes = (
+        centroids.shape[3], stored["zeros"].shape[2] if has_zeros else 0, width, group, rank,
+        INTERPRETED, min(COMPENSATED_SIDE if rank else PAIRS_SIDE, group // 8), PAIRS.tokens,
+    )  # fmt: skip
+    launch = Launch(pairs_kernel, PAIRS.warps)
+
+    def decode(first_row: int, out: Tensor, start: int) -> None:
+        batch, heads, count, _ = out.shape
+        s_batch, s_head, s_token, _ = out.stride()
+        launch(
+            None, (blocks(count, PAIRS.tokens), heads, batch),
+            out, *payload, s_batch // 2, s_head // 2, s_token // 2, start, count, tokens,
+            first_row, *sizes,
+        )  # fmt: skip
+
+    return decode
+
+
+def _can_pair(out: Tensor, count: int) -> bool:
+    """Whether a tile of pairs fits into `out`, and its heads into the grid's second axis."""
+    return out.dtype == torch.bfloat16 and count >= PAIRS.tokens and max(out.shape[:2]) < 1 << 16
+
+
+def _words(tensor: Tensor, size: int) -> Tensor | None:
+    """The same bytes in words of `size`; None where they are not whole or begin elsewhere."""
+    if tensor.shape[-1] * tensor.element_size() % size or tensor.data_ptr() % size:
+        return None
+    return tensor.view(torch.int16 if size == 2 else torch.int32)
 
 
 def _plain(tensor: Tensor) -> Tensor:

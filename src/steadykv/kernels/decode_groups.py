@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .pairs import halves
 from .rounded import grid_steps, group_places, in_width, packed_zeros, stored_number
 from .tiles import store_tile, tile_of
 
@@ -75,8 +76,8 @@ def groups_kernel(
     o_token = tl.arange(0, BLOCK_T)
     m_token = o_token < count - first
     o_word = tl.arange(0, WORDS)
-    o_channel = 8 * o_word[:, None] + tl.arange(0, 8)[None, :]
-    m_tile = in_width(m_token[:, None, None], o_channel[None], WIDTH)
+    o_channel = (8 * o_word)[:, None, None] + tl.arange(0, 8)[None, None, :]
+    m_tile = in_width(m_token[None, :, None], o_channel, WIDTH)
 
     correction = 0.0
     if RANK > 0:
@@ -138,28 +139,27 @@ def _centroid_sum(
     STAGES: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
-    """(mu_1[id_1] + mu_2[id_2]) + …, FP32 [T, W, 8]."""
-    total = tl.zeros([BLOCK_T, WORDS, 8], tl.float32)
+    """(mu_1[id_1] + mu_2[id_2]) + …, FP32 [W, T, 8]."""
+    total = tl.zeros([WORDS, BLOCK_T, 8], tl.float32)
     for stage in tl.static_range(STAGES):
         # Row n·T + t of ids [N, T, S], of which `at` counts n·S + s.
         p_id = p_ids + at + head * ((STAGES - 1) * tokens) + stage * tokens
         ids = tl.load(p_id + o_token, mask=m_token, other=0).to(tl.int32)
         table = (head * STAGES + stage) * clusters
         if p_centroids.dtype.element_ty == tl.int32:  # pairs of BF16: no conversion, two shifts
-            o_pair = (4 * o_word)[:, None] + tl.arange(0, 4)[None, :]
-            o_pair = (ids * (WIDTH // 2))[:, None, None] + o_pair[None]
-            m_pair = in_width(m_token[:, None, None], (8 * o_word)[None, :, None], WIDTH)
+            o_pair = (4 * o_word)[:, None, None] + tl.arange(0, 4)[None, None, :]
+            o_pair = (ids * (WIDTH // 2))[None, :, None] + o_pair
+            m_pair = in_width(m_token[None, :, None], (8 * o_word)[:, None, None], WIDTH)
             pair = tl.load(p_centroids + table * (WIDTH // 2) + o_pair, mask=m_pair, other=0)
-            even = (pair << 16).to(tl.float32, bitcast=True)
-            odd = (pair & -65536).to(tl.float32, bitcast=True)
-            value = tl.reshape(tl.join(even, odd), [BLOCK_T, WORDS, 8])
+            even, odd = halves(pair)
+            value = tl.reshape(tl.join(even, odd), [WORDS, BLOCK_T, 8])
         else:
-            o_channel = (8 * o_word)[:, None] + tl.arange(0, 8)[None, :]
-            o_entry = (ids * WIDTH)[:, None, None] + o_channel[None]
+            o_channel = (8 * o_word)[:, None, None] + tl.arange(0, 8)[None, None, :]
+            o_entry = (ids * WIDTH)[None, :, None] + o_channel
             value = stored_number(p_centroids + table * WIDTH, o_entry, m_tile, False)
             if p_centroid_scale is not None:
                 scale = tl.load(p_centroid_scale + table + ids, mask=m_token, other=0)
-                value *= scale.to(tl.float32)[:, None, None]
+                value *= scale.to(tl.float32)[None, :, None]
         total = value if stage == 0 else total + value
     return total
 
@@ -178,7 +178,7 @@ def _correction(
     BLOCK_T: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """alpha·(codes·U^T), FP32 [T, W, 8]: products of int8 and BF16 are exact."""
+    """alpha·(codes·U^T), FP32 [W, T, 8]: products of int8 and BF16 are exact."""
     # Interpreted, a product of BF16 operands takes their bits for numbers.
     OPERAND: tl.constexpr = tl.float32 if INTERPRET else tl.bfloat16
     o_channel = tl.arange(0, 8 * WORDS)
@@ -198,7 +198,8 @@ def _correction(
         ).to(OPERAND)
         total = tl.dot(codes, basis, total)
     scales = tl.load(p_scales + o_token, mask=m_token, other=0).to(tl.float32)
-    return tl.reshape(total, [BLOCK_T, WORDS, 8]) * scales[:, None, None]
+    total = tl.permute(tl.reshape(total, [BLOCK_T, WORDS, 8]), [1, 0, 2])
+    return total * scales[None, :, None]
 
 
 @triton.jit
@@ -208,13 +209,16 @@ def _rotated(value, WORDS: tl.constexpr, LEVELS: tl.constexpr, BLOCK_T: tl.const
     bound: tl.constexpr = 3.4028234663852886e38 / SIZE
     value = tl.minimum(tl.maximum(value, -bound), bound)
     for level in tl.static_range(LEVELS):
-        value = _butterfly(value, 8 * WORDS, 1 << level, BLOCK_T)
-    return tl.reshape(value, [BLOCK_T, WORDS, 8]) * (SIZE**-0.5)
+        if level < 3:
+            value = _butterfly(value, WORDS * BLOCK_T * 8, 1 << level)
+        else:
+            value = _butterfly(value, WORDS * BLOCK_T * 8, BLOCK_T << level)
+    return tl.reshape(value, [WORDS, BLOCK_T, 8]) * (SIZE**-0.5)
 
 
 @triton.jit
-def _butterfly(value, CHANNELS: tl.constexpr, STEP: tl.constexpr, BLOCK_T: tl.constexpr):
-    """(low, high) becomes (low + high, low - high), of channels STEP apart."""
-    value = tl.reshape(value, [BLOCK_T, CHANNELS // (2 * STEP), 2, STEP])
-    low, high = tl.split(tl.permute(value, [0, 1, 3, 2]))
-    return tl.permute(tl.join(low + high, low - high), [0, 1, 3, 2])
+def _butterfly(value, SIZE: tl.constexpr, STEP: tl.constexpr):
+    """(low, high) becomes (low + high, low - high), of the numbers STEP apart."""
+    value = tl.reshape(value, [SIZE // (2 * STEP), 2, STEP])
+    low, high = tl.split(tl.permute(value, [0, 2, 1]))
+    return tl.permute(tl.join(low + high, low - high), [0, 2, 1])

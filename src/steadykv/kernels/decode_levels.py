@@ -54,16 +54,16 @@ def levels_kernel(
     o_token = tl.arange(0, BLOCK_T)
     m_token = o_token < count - first
     o_word = tl.arange(0, WORDS)
-    o_channel = 8 * o_word[:, None] + tl.arange(0, 8)[None, :]
-    m_tile = in_width(m_token[:, None, None], o_channel[None], WIDTH)
+    o_channel = (8 * o_word)[:, None, None] + tl.arange(0, 8)[None, None, :]
+    m_tile = in_width(m_token[None, :, None], o_channel, WIDTH)
     code = grid_steps(p_codes, 0.0, at, o_token, m_token, o_word, WIDTH, ROW, BITS, False)
     value = tl.load(p_levels + (batch << BITS) + code.to(tl.int32)).to(tl.float32)
     if BY_TOKENS:
-        o_vector = head * WIDTH + o_channel[None]
-        m_vector = in_width((o_channel >= 0)[None], o_channel[None], WIDTH)
+        o_vector = head * WIDTH + o_channel
+        m_vector = in_width(o_channel >= 0, o_channel, WIDTH)
     else:
-        o_vector = (batch * tokens + start + first + o_token)[:, None, None]
-        m_vector = m_token[:, None, None]
+        o_vector = (batch * tokens + start + first + o_token)[None, :, None]
+        m_vector = m_token[None, :, None]
     value *= tl.load(p_half + o_vector, mask=m_vector, other=0).to(tl.float32)
     value += tl.load(p_center + o_vector, mask=m_vector, other=0).to(tl.float32)
     store_tile(

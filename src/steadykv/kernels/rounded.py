@@ -1,7 +1,10 @@
-"""Device functions: codes on a grid, back to numbers, in tiles of [tokens, words, 8 channels].
+"""Device functions: codes on a grid, back to numbers, in tiles of [words, tokens, 8 channels].
 
 A word is eight channels: one thread holds whole words, so that it stores 16 bytes of BF16 at once,
-finds their codes in one load, and mostly their scale in another.
+finds their codes in one load, and mostly their scale in another. Words come first, because Triton
+gives the lanes of a warp to the first axes first: the warp then stores whole rows. With tokens
+first it stored 16 or 32 bytes of each of as many rows as it has lanes, and took twice to three
+times as long.
 """
 
 from __future__ import annotations
@@ -30,7 +33,7 @@ def grid_steps(
     BITS: tl.constexpr,
     IS_TRITS: tl.constexpr,
 ):
-    """code - zero, exact: FP32 [T, W, 8] of tokens first_token + o_token, ROW bytes each.
+    """code - zero, exact: FP32 [W, T, 8] of tokens first_token + o_token, ROW bytes each.
 
     zero: FP32 that broadcasts to the result, small integers. p_codes: bytes, or where a word starts
     at a whole one, for 2 bits int16, for 4 bits int32.
@@ -40,7 +43,7 @@ def grid_steps(
     if IS_TRITS:
         # Three bytes are 15 digits to base 3; the word begins at the first to the fifth of them.
         digits = (word & 255) + 243 * ((word >> 8) & 255) + 59049 * (word >> 16)
-        first = (8 * o_word % 5)[None, :, None]
+        first = (8 * o_word % 5)[:, None, None]
         inverse = tl.where(first < 3, tl.where(first == 1, 1431655766, 477218589), 159072863)
         inverse = tl.where(first == 4, 53024288, inverse)  # 2^32 / 3^first, rounded up
         digits = tl.where(first == 0, digits, tl.umulhi(digits, inverse))
@@ -76,23 +79,23 @@ def _code_word(
     BITS: tl.constexpr,
     IS_TRITS: tl.constexpr,
 ):
-    """int32 [T, W, 1]: the bytes of the eight codes of each word, the first one lowest."""
+    """int32 [W, T, 1]: the bytes of the eight codes of each word, the first one lowest."""
     UNIT: tl.constexpr = p_codes.dtype.element_ty.primitive_bitwidth // 8
     p_tile = p_codes + first_token * (ROW // UNIT)
     if UNIT > 1:
-        o_code = (o_token[:, None] * (ROW // UNIT) + o_word[None, :])[:, :, None]
+        o_code = (o_token[None, :] * (ROW // UNIT) + o_word[:, None])[:, :, None]
         # One word a thread, as the channels are laid out: longer runs would have to be exchanged.
         o_code = tl.max_contiguous(o_code, [1, 1, 1])
-        mask = in_width(m_token[:, None, None], (8 * o_word)[None, :, None], WIDTH)
+        mask = in_width(m_token[None, :, None], (8 * o_word)[:, None, None], WIDTH)
         word = tl.load(p_tile + o_code, mask=mask, other=0).to(tl.int32)
         if UNIT == 2:
             word = word & 0xFFFF
     else:
         o_byte = 8 * o_word // 5 if IS_TRITS else BITS * o_word
-        word = tl.zeros_like(m_token[:, None, None] & (o_byte < 0)[None, :, None]).to(tl.int32)
+        word = tl.zeros_like(m_token[None, :, None] & (o_byte < 0)[:, None, None]).to(tl.int32)
         for i in tl.static_range(3 if IS_TRITS else BITS):
-            o_code = (o_token * ROW)[:, None, None] + (o_byte + i)[None, :, None]
-            mask = m_token[:, None, None] & (o_byte + i < ROW)[None, :, None]
+            o_code = (o_token * ROW)[None, :, None] + (o_byte + i)[:, None, None]
+            mask = m_token[None, :, None] & (o_byte + i < ROW)[:, None, None]
             word |= tl.load(p_tile + o_code, mask=mask, other=0).to(tl.int32) << (8 * i)
     return word
 
@@ -103,19 +106,19 @@ def group_places(
 ):
     """Where the numbers of each channel's group are in rows of them, and which exist.
 
-    [T, W, 1], or [T, W, 8] where groups do not begin with words. BY_TOKENS: a row has a number for
+    [W, T, 1], or [W, T, 8] where groups do not begin with words. BY_TOKENS: a row has a number for
     every channel, and belongs to a run of tokens.
     """
     GROUPS: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     if not BY_TOKENS and GROUP % 8 == 0:
-        o_channel = (8 * o_word)[:, None]
+        o_channel = (8 * o_word)[:, None, None]
     else:
-        o_channel = 8 * o_word[:, None] + tl.arange(0, 8)[None, :]
-    mask = in_width(m_token[:, None, None], o_channel[None], WIDTH)
+        o_channel = (8 * o_word)[:, None, None] + tl.arange(0, 8)[None, None, :]
+    mask = in_width(m_token[None, :, None], o_channel, WIDTH)
     if BY_TOKENS:
-        places = (o_row * WIDTH)[:, None, None] + o_channel[None]
+        places = (o_row * WIDTH)[None, :, None] + o_channel
     else:
-        places = (o_row * GROUPS)[:, None, None] + (o_channel // GROUP)[None]
+        places = (o_row * GROUPS)[None, :, None] + o_channel // GROUP
     return places, mask
 
 

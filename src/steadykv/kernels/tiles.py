@@ -38,7 +38,9 @@ def store_tile(
     mask,
     IS_ALIGNED: tl.constexpr,
 ):
-    """Casts FP32 [T, W, 8] once and stores it as tokens first + o_token of a row.
+    """Casts FP32 [W, T, 8] once and stores it as tokens first + o_token of a row.
+
+    o_channel: [W, 1, 8].
 
     IS_ALIGNED: channels are adjacent, every other stride is a multiple of 16 numbers, and that of
     tokens less than 2^20.
@@ -48,10 +50,10 @@ def store_tile(
     if IS_ALIGNED:
         start = tl.multiple_of(start, 16)
         o_row = tl.multiple_of(o_token * s_token.to(tl.int32), 16)
-        o_out = o_row[:, None, None] + o_channel[None]
+        o_out = o_row[None, :, None] + o_channel
     else:
         o_row = o_token.to(tl.int64) * s_token
-        o_out = o_row[:, None, None] + (o_channel * s_channel)[None]
+        o_out = o_row[None, :, None] + o_channel * s_channel
     if p_out.dtype.element_ty == tl.float16:
         value = tl.minimum(tl.maximum(value, -65504.0), 65504.0)
     tl.store(p_out + start + o_out, value, mask=mask)

@@ -1,0 +1,175 @@
+"""Decoding to BF16 with two numbers in each register: the payloads a cache reads all the time."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .pairs import cut, fused_pairs, halves, rounded_pair
+
+__all__ = ["pairs_kernel"]
+
+
+@triton.jit(
+    do_not_specialize=[
+        "s_batch", "s_head", "s_token", "start", "count", "tokens", "first_row", "clusters",
+        "zeros_row",
+    ]
+)  # fmt: skip
+def pairs_kernel(
+    p_out,
+    p_codes,
+    p_scale,
+    p_base,
+    p_zeros,
+    p_ids,
+    p_centroids,
+    p_basis,
+    p_coef_codes,
+    p_coef_scales,
+    s_batch: tl.int64,
+    s_head: tl.int64,
+    s_token: tl.int64,
+    start,
+    count,
+    tokens,
+    first_row,
+    clusters,
+    zeros_row,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    RANK: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    SIDE: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """Tokens start..start + count, BLOCK_T or more, of the heads of the grid.
+
+    As `groups_kernel` for 2 bits, one stage and BF16 centroids, all as pairs in int32; strides are
+    counted in pairs. SIDE: words that lie side by side in a warp, of one group.
+
+    The tile is [SIDE, T / REST, REST, groups, words / SIDE of a group, 4 pairs]: Triton gives the
+    lanes to the first axes first, so a warp stores SIDE·16 bytes of each of 32 / SIDE tokens at a
+    time. What depends on the other axes alone are constants in the addresses.
+    """
+    GROUPS: tl.constexpr = WIDTH // GROUP
+    RUN: tl.constexpr = GROUP // (8 * SIDE)
+    REST: tl.constexpr = BLOCK_T * SIDE // 32
+    head = (first_row + tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)).to(tl.int64)
+    # The last tile begins earlier, so that no token needs a mask: it writes some a second time.
+    first = tl.minimum(tl.program_id(0) * BLOCK_T, count - BLOCK_T)
+    at = head * tokens + start + first
+    o_lane = tl.arange(0, 32 // SIDE)[None, :, None, None, None, None]
+    o_rest = tl.arange(0, REST)[None, None, :, None, None, None] * (32 // SIDE)
+    o_group = tl.arange(0, GROUPS)[None, None, None, :, None, None]
+    o_run = (o_group * RUN + tl.arange(0, RUN)[None, None, None, None, :, None]) * SIDE
+    o_side = tl.arange(0, SIDE)[:, None, None, None, None, None]
+    o_pair = tl.arange(0, 4)[None, None, None, None, None, :]
+
+    ids = tl.load(p_ids + at + o_lane + o_rest).to(tl.int32)
+    # One word a thread: longer runs would have to be exchanged.
+    o_code = tl.max_contiguous(o_lane * (WIDTH // 8) + o_side, [1, 1, 1, 1, 1, 1])
+    p_word = p_codes + at * (WIDTH // 8) + o_code + o_rest * (WIDTH // 8) + o_run
+    word = tl.load(p_word).to(tl.int32) & 0xFFFF
+    p_mu = p_centroids + head * clusters * (WIDTH // 2) + (4 * o_side + o_pair)
+    mu = tl.load(p_mu + ids * (WIDTH // 2) + 4 * o_run)
+    o_scale = (o_lane + 0 * o_side) * GROUPS + o_group
+    scale = tl.load(p_scale + at * GROUPS + o_scale + o_rest * GROUPS)
+    if p_base is None:
+        # E4M3 as BF16 is 2^120 times too small; the steps are as much too large.
+        scale = (scale.to(tl.int8, bitcast=True).to(tl.int32) & 0x87F) * 0x100010
+        # Codes as BF16: code 2k + 1 is put sixteen bits above code 2k, and both become the last
+        # bits of 128 + code or 128 + 16·code.
+        spread = word | (word << 14)
+        is_high = o_pair % 2 == 1
+        place = tl.where(is_high, 0x00300030, 0x00030003)
+        number = cut(spread >> (o_pair // 2 * 8), place, 0x43004300, INTERPRET)
+        unit = tl.where(is_high, 0x79807980, 0x7B807B80)
+        offset = tl.where(is_high, -0x02EF02F0, -0x00FE00FF)
+        steps = fused_pairs(number, unit, offset, INTERPRET)
+        value = fused_pairs(steps, scale, mu, INTERPRET)
+    else:
+        scale = scale.to(tl.float32) * tl.load(p_base + head).to(tl.float32)
+        # Codes are put where they make 16 + code and 4 + code. Those times a scale of 19 bits are
+        # exact in FP32, and so are the multiples that are taken off again with the zero point.
+        o_bit = ((start + first) * GROUPS + o_scale + o_rest * GROUPS) * 2
+        zero = tl.load(p_zeros + head * zeros_row + (o_bit >> 3)).to(tl.int32) << (19 - (o_bit & 6))
+        zero = cut(zero, 0x180000, 0x41800000, INTERPRET).to(tl.float32, bitcast=True)  # 16 + zero
+        offset_even = zero * scale
+        offset_odd = offset_even - 12.0 * scale
+        even, odd = halves(mu)
+        codes = word << (19 - 4 * o_pair)
+        number = cut(codes, 0x180000, 0x41800000, INTERPRET).to(tl.float32, bitcast=True)
+        even += number * scale - offset_even
+        number = cut(codes, 0x600000, 0x40800000, INTERPRET).to(tl.float32, bitcast=True)
+        odd += number * scale - offset_odd
+        if RANK > 0:
+            low, high = _correction(
+                p_basis + head * (WIDTH * RANK // 2), p_coef_codes + at * (RANK // 2),
+                WIDTH, GROUPS, RUN, SIDE, RANK, INTERPRET, BLOCK_T,
+            )  # fmt: skip
+            alpha = tl.load(p_coef_scales + at + o_lane + o_rest).to(tl.float32)
+            even += low * alpha
+            odd += high * alpha
+        value = rounded_pair(even, odd, INTERPRET)
+    p_head = p_out.to(tl.pointer_type(tl.int32), bitcast=True)
+    out_head = tl.program_id(2) * s_batch + tl.program_id(1) * s_head + first * s_token
+    s_row = tl.multiple_of(s_token.to(tl.int32), 8)
+    p_lane = p_head + tl.multiple_of(out_head, 8) + (o_lane * s_row + (4 * o_side + o_pair))
+    tl.store(p_lane + o_rest * s_row + 4 * o_run, value)
+
+
+@triton.jit
+def _correction(
+    p_basis,
+    p_codes,
+    WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr,
+    RUN: tl.constexpr,
+    SIDE: tl.constexpr,
+    RANK: tl.constexpr,
+    INTERPRET: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
+    """codes·U^T, FP32: the lower and the upper numbers of the tile's pairs.
+
+    Nothing changes hands inside a warp. Operands are loaded where the matrix units want them: lane
+    4i + q has ranks 2q and 2q + 1 of row, or column, i. Of the product it gets columns 2q and
+    2q + 1 of every eight, which are given the channels that it has in the tile: pair k of word q.
+    """
+    # Interpreted, a product of BF16 operands takes their bits for numbers.
+    OPERAND: tl.constexpr = tl.float32 if INTERPRET else tl.bfloat16
+    o_q = tl.arange(0, 4)[:, None, None]
+    o_eight = tl.arange(0, 8)[None, :, None]
+    o_tokens = tl.arange(0, BLOCK_T // 8)[None, None, :] * 8
+    codes = _rank_pairs(p_codes, o_eight * (RANK // 2), o_tokens * (RANK // 2), o_q, RANK)
+    codes = codes.to(tl.int32)
+    o_block = tl.arange(0, WIDTH // 8)[None, None, :]
+    o_channel = o_eight // 2 * 8 + o_eight % 2
+    basis = _rank_pairs(
+        p_basis, o_channel * (RANK // 2), (o_block // 4 * 32 + o_block % 4 * 2) * (RANK // 2), o_q,
+        RANK,
+    )  # fmt: skip
+    if INTERPRET:
+        even, odd = halves(basis)
+    else:
+        even = basis.to(tl.int16).to(tl.bfloat16, bitcast=True)
+        odd = (basis >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    a = tl.join((codes << 24 >> 24).to(OPERAND), (codes >> 8).to(OPERAND))
+    a = tl.reshape(tl.permute(a, [2, 1, 0, 3, 4]), [BLOCK_T, 16])
+    b = tl.reshape(tl.permute(tl.join(even, odd), [0, 3, 4, 2, 1]), [16, WIDTH])
+    total = tl.reshape(tl.dot(a, b), [BLOCK_T // 8, 8, GROUPS, RUN, 4, SIDE, 2])
+    return tl.split(tl.permute(total, [5, 1, 0, 2, 3, 4, 6]))
+
+
+@triton.jit
+def _rank_pairs(p_pairs, o_lane, o_rest, o_q, RANK: tl.constexpr):
+    """[4, 8, N, 2]: pairs q and 4 + q of the 16 ranks of each row, zero beyond RANK."""
+    # One pair a thread: longer runs would have to be exchanged.
+    p_pairs += tl.max_contiguous(o_lane + o_q, [1, 1, 1])
+    p_pairs += o_rest
+    low = tl.load(p_pairs, mask=(o_rest >= 0) & (o_q < RANK // 2), other=0)
+    high = tl.zeros_like(low)
+    if RANK > 8:
+        high = tl.load(p_pairs + 4, mask=(o_rest >= 0) & (o_q + 4 < RANK // 2), other=0)
+    return tl.join(low, high)
