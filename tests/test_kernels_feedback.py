@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from steadykv import ops
-from steadykv.kernels import feedback_rounding
 
 from .codecs import sample_moment, sample_tokens
 from .gpu_checks import check_capture, check_compilations, check_repeatable
@@ -75,9 +74,22 @@ def test_any_number_of_tokens(tokens: int) -> None:
     check(*given(tokens, 8, heads=1), 3, 4)
 
 
-def test_more_tiles_than_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(feedback_rounding, "PROGRAMS", 1)
-    check(*given(20, 8, heads=3), 2, 8)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_clusters_leave(dtype: torch.dtype) -> None:
+    x, order, factor = given(150, 24)
+    tokens = (3 * x).to(dtype)
+    centroids, ids = tokens[:, :9].float() * 0.9, torch.arange(150, device=DEVICE) % 9
+    for means in (centroids, centroids.bfloat16()):
+        given_ids = ids.expand(2, 150)
+        found, expected = (
+            ops.feedback_quantize_clustered(
+                rows, means, given_ids, order, factor, 2, 8, backend=name
+            )
+            for name, rows in (("triton", tokens), ("reference", tokens.float()))
+        )
+        for name, tensor in expected[0].items():
+            assert torch.equal(found[0][name], tensor), name
+        assert torch.equal(found[1], expected[1])
 
 
 @pytest.mark.parametrize("sign", [-1, 0, 1])

@@ -54,8 +54,10 @@ class SteadyCodec(QuantWMCodec):
             moment, usable, *subspace, config.damping
         )
         flags["feedback_failed"] = failed | flags["psac_failed"]
-        return ops.feedback_quantize(
-            ops.subtract_centroids(x, centroids, ids),
+        return ops.feedback_quantize_clustered(
+            x,
+            centroids,
+            ids,
             order,
             factor,
             config.bits,

@@ -1,9 +1,11 @@
 """The strongest eigenvectors of query moments, a fixed number of steps and no word to the host.
 
 Subspace iteration on a block of vectors, one program a head, all of it in FP64: two products with
-M, then Chebyshev polynomials that are small on [0, b] and grow fast above, b the least of the
-block's own eigenvalues; after each the block is made orthonormal and turned to its eigenvectors by
-Jacobi rotations (Zhou et al., Chebyshev-filtered subspace iteration, 2006).
+M, then Chebyshev polynomials that are small on [0, b] and grow fast above, b close to the least of
+the block's own eigenvalues; after each the block is made orthonormal, and in the end turned to its
+eigenvectors by Jacobi rotations (Zhou et al., Chebyshev-filtered subspace iteration, 2006). What
+one column of a small matrix tells the others is a gather along rows that a warp holds: shuffles
+instead of sums through shared memory.
 """
 
 from __future__ import annotations
@@ -62,6 +64,7 @@ def strongest(moment: Tensor, count: Tensor, rank: int) -> tuple[Tensor, Tensor,
                 COLUMNS=block,
                 BLOCK_D=rows,
                 num_warps=8,
+                enable_fp_fusion=False,
             )
     return vectors, values, active, failed
 
@@ -107,19 +110,23 @@ def _strongest_kernel(
     b_v = tl.where(m_d[:, None], b_v, 0.0)
     for _ in range(2):  # what M maps to zero stays in the block, or it would lose its rank
         b_v += 1e10 * _times(p_moment, p_block, b_v, size, WIDTH, COLUMNS, BLOCK_D)
-        b_v = _orthonormal(b_v, COLUMNS)
-    b_v, b_theta = _ritz(p_moment, p_block, b_v, size, 5, WIDTH, COLUMNS, BLOCK_D)
-    for _ in range(4):
-        bound = tl.maximum(tl.min(b_theta, 0), 1e-6)
+        b_v = _orthonormal(b_v, BLOCK_D, COLUMNS)
+    for _ in range(3):
         b_old = b_v
-        b_v = 2 / bound * _times(p_moment, p_block, b_v, size, WIDTH, COLUMNS, BLOCK_D) - b_v
-        for _step in range(3):
+        b_v = _times(p_moment, p_block, b_v, size, WIDTH, COLUMNS, BLOCK_D)
+        # The columns are nearly sorted: the least of these is close to the block's own least.
+        bound = tl.maximum(tl.min(tl.sum(b_v * b_old, 0), 0), 1e-6)
+        b_v = 2 / bound * b_v - b_old
+        for _step in range(5):
             b_next = _times(p_moment, p_block, b_v, size, WIDTH, COLUMNS, BLOCK_D)
             b_next = 4 / bound * b_next - 2 * b_v - b_old
             b_old = b_v
             b_v = b_next
-        b_v = _orthonormal(_orthonormal(b_v, COLUMNS), COLUMNS)
-        b_v, b_theta = _ritz(p_moment, p_block, b_v, size, 4, WIDTH, COLUMNS, BLOCK_D)
+        for _pass in range(2):
+            b_v = _orthonormal(b_v, BLOCK_D, COLUMNS)
+    b_mv = _times(p_moment, p_block, b_v, size, WIDTH, COLUMNS, BLOCK_D)
+    b_t = tl.dot(tl.trans(b_v), b_mv, out_dtype=tl.float64)
+    b_v, b_theta = _diagonalized(b_v, b_t, 4, COLUMNS)
 
     count = tl.load(p_count + i_n)
     b_bad = tl.sum(tl.sum((b_v - b_v != 0).to(tl.int32), 1), 0) + broken
@@ -172,59 +179,66 @@ def _times(
 
 
 @triton.jit
-def _orthonormal(b_v, COLUMNS: tl.constexpr):
+def _orthonormal(b_v, BLOCK_D: tl.constexpr, COLUMNS: tl.constexpr):
     """Gram-Schmidt, each column taken from all that follow; columns of zeros stay."""
-    o_r = tl.arange(0, COLUMNS)
+    o_r = tl.arange(0, COLUMNS)[None, :]
+    o_none = tl.full([BLOCK_D, COLUMNS], 0, tl.int32)
+    b_v = tl.gather(b_v, o_none + o_r, 1)
     for j in range(COLUMNS):
-        b_column = tl.sum(tl.where((o_r == j)[None, :], b_v, 0.0), 1)
-        b_share = tl.sum(b_v * b_column[:, None], 0)
-        square = tl.sum(b_column * b_column, 0)
-        b_share = tl.where(o_r > j, b_share / tl.where(square > 0, square, 1.0), 0.0)
-        b_v -= b_column[:, None] * b_share[None, :]
+        b_column = tl.gather(b_v, o_none + j, 1)
+        b_share = tl.sum(b_v * b_column, 0)[None, :]
+        b_square = tl.sum(tl.where(o_r == j, b_share, 0.0), 1)[:, None]
+        b_share = tl.where(o_r > j, b_share / tl.where(b_square > 0, b_square, 1.0), 0.0)
+        b_v -= b_column * b_share
     b_norm = tl.sqrt(tl.sum(b_v * b_v, 0))
     return b_v / tl.where(b_norm > 0, b_norm, 1.0)[None, :]
 
 
 @triton.jit
-def _ritz(
-    p_moment,
-    p_block,
-    b_v,
-    size,
-    sweeps,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
-    """The block turned so that V^T M V is diagonal, and that diagonal."""
-    b_mv = _times(p_moment, p_block, b_v, size, WIDTH, COLUMNS, BLOCK_D)
-    b_t = tl.dot(tl.trans(b_v), b_mv, out_dtype=tl.float64)
+def _diagonalized(b_v, b_t, SWEEPS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The block turned so that its V^T M V, given as `b_t`, is diagonal; and that diagonal.
+
+    No multiply-add may be fused: `b_t` stays symmetric to the bit, and both of a pair turn alike.
+    """
     o_i = tl.arange(0, COLUMNS)[:, None]
     o_j = tl.arange(0, COLUMNS)[None, :]
-    b_turn = (o_i == o_j).to(tl.float64)
-    for _ in range(sweeps):
-        for mate in range(1, COLUMNS):  # all pairs (i, i ^ mate) at once
-            is_diagonal, is_mate = o_i == o_j, o_j == (o_i ^ mate)
-            b_t = (b_t + tl.trans(b_t)) * 0.5  # both of a pair must turn by the same angle
-            b_own = tl.sum(tl.where(is_diagonal, b_t, 0.0), 1)
-            b_row = tl.sum(tl.where(is_diagonal, b_t, 0.0), 0)
-            b_other = tl.sum(tl.where(is_mate, b_row[None, :], 0.0), 1)
-            b_off = tl.sum(tl.where(is_mate, b_t, 0.0), 1)
-            b_sign = tl.where((o_i < (o_i ^ mate)), 1.0, -1.0)
-            b_sign = tl.sum(tl.where(is_diagonal, b_sign, 0.0), 1).to(tl.float64)
-            b_theta = b_sign * (b_other - b_own) / tl.where(b_off == 0, 1.0, 2 * b_off)
-            b_tangent = 1.0 / (tl.abs(b_theta) + tl.sqrt(b_theta * b_theta + 1.0))
-            b_tangent = tl.where(b_theta < 0, -b_tangent, b_tangent)
-            b_tangent = tl.where(b_off == 0, 0.0, b_tangent)
-            b_cosine = 1.0 / tl.sqrt(b_tangent * b_tangent + 1.0)
-            b_sine = b_sign * b_tangent * b_cosine
-            b_rotation = tl.where(is_diagonal, b_cosine[:, None], 0.0)
-            b_rotation = tl.where(is_mate, b_sine[:, None], b_rotation)
-            b_half = tl.dot(b_t, b_rotation, out_dtype=tl.float64)
-            b_t = tl.dot(tl.trans(b_rotation), b_half, out_dtype=tl.float64)
-            b_turn = tl.dot(b_turn, b_rotation, out_dtype=tl.float64)
+    b_t = (b_t + tl.trans(b_t)) * 0.5
+    b_t = tl.gather(b_t, o_j + 0 * o_i, 1)
+    b_turn = tl.where(o_i == o_j, 1.0, 0.0).to(tl.float64)
+    for step in range(SWEEPS * (COLUMNS - 1)):
+        mate = 1 + step % (COLUMNS - 1)  # all pairs (i, i ^ mate) at once
+        o_mate = (o_j ^ mate) + 0 * o_i
+        b_right = tl.gather(b_t, o_mate, 1)
+        b_across = tl.gather(tl.trans(b_right), o_mate, 1)
+        b_below = tl.gather(b_across, o_mate, 1)
+        # Where j is the mate of i, these are T_ii and T_jj. An angle of FP32 leaves 2^-24 of what
+        # is to vanish; only its sine and cosine must fit.
+        b_gap = (b_below - b_right).to(tl.float32)
+        b_off = 2 * b_t.to(tl.float32)
+        b_theta = tl.where(o_i < o_j, b_gap, -b_gap) / tl.where(b_off == 0, 1.0, b_off)
+        b_tangent = 1.0 / (tl.abs(b_theta) + tl.sqrt(b_theta * b_theta + 1.0))
+        b_tangent = tl.where(b_theta < 0, -b_tangent, b_tangent)
+        b_tangent = tl.where(b_off == 0, 0.0, b_tangent)
+        b_tangent = tl.where(o_i < o_j, b_tangent, -b_tangent)
+        b_left = tl.gather(b_tangent, (o_i ^ mate) + 0 * o_j, 1)  # that of row i
+        b_cos_i, b_sin_i = _rotation(b_left)
+        b_cos_j, b_sin_j = _rotation(-tl.gather(tl.trans(b_left), o_mate, 1))
+        b_own = b_cos_i * b_cos_j * b_t + b_sin_i * b_sin_j * b_across
+        b_t = b_own - (b_cos_i * b_sin_j * b_right + b_sin_i * b_cos_j * b_below)
+        b_turn = b_cos_j * b_turn - b_sin_j * tl.gather(b_turn, o_mate, 1)
     b_theta = tl.sum(tl.where(o_i == o_j, b_t, 0.0), 0)
     return tl.dot(b_v, b_turn, out_dtype=tl.float64), b_theta
+
+
+@triton.jit
+def _rotation(b_tangent):
+    """FP64 cosine and sine for an FP32 tangent."""
+    b_cosine = tl.rsqrt(b_tangent * b_tangent + 1.0).to(tl.float64)
+    b_tangent = b_tangent.to(tl.float64)
+    b_half = 0.5 * (b_tangent * b_tangent) + 0.5
+    for _ in tl.static_range(2):  # Newton: right to 2^-22, then 2^-43, then FP64
+        b_cosine *= 1.5 - b_half * (b_cosine * b_cosine)
+    return b_cosine, b_tangent * b_cosine
 
 
 @triton.jit

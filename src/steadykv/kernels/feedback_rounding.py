@@ -1,8 +1,8 @@
 """Feedback rounding: one thread keeps its tokens, and channels go by in order.
 
-A program works on a tile of tokens. Its residuals are turned into rows of one channel each, in the
-order of rounding, in a scratch that its loads find in a cache. Blocks of channels are then taken
-into registers, moved by every error made before, and rounded one channel after the other.
+Residuals have been turned into rows of one channel of a tile of tokens. A warp takes blocks of
+channels into registers, moves them by every error made before, and rounds one channel after the
+other; the errors take the place of the residuals.
 """
 
 from __future__ import annotations
@@ -13,24 +13,28 @@ import triton.language as tl
 from torch import Tensor
 
 from ..reference import feedback_rounding as reference
-from ..reference.blocks import FP16_MAX
+from ..reference.blocks import FP16_MAX as _FP16_MAX
 from .factor import MAX_WIDTH, factors
-from .launch import blocks, on_device, processors
+from .feedback_tiles import plan_kernel, turn_kernel
+from .launch import blocks, interpreted, on_device, power_of_two
 from .numbers import nearest
+from .streams import store_codes, store_zeros
 
-__all__ = ["feedback_factor", "feedback_quantize"]
+__all__ = ["feedback_factor", "feedback_quantize", "feedback_quantize_clustered"]
 
-RESIDUAL_MAX = tl.constexpr(reference.RESIDUAL_MAX)
+FP16_MAX = tl.constexpr(_FP16_MAX)
+MAGIC = tl.constexpr(12582912.0)  # 1.5·2^23: added to a number, it leaves the nearest integer
 BLOCK_S = 128  # four tokens a lane of one warp
-PROGRAMS = 12  # warps of MAXNREG registers that fit a multiprocessor
-MAXNREG = 168  # all that the loop over channels needs; left alone, the compiler takes 255
+CHANNELS = 16  # of a block: their residuals are four registers each
+MAXNREG = 168
+TURN_WARPS = 8
 
 
 def feedback_factor(
     moment: Tensor, count: Tensor, vectors: Tensor, values: Tensor, damping: float
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """See `steadykv.ops.feedback_rounding`."""
-    if moment.shape[-1] > MAX_WIDTH:  # FP64 [D, D] would not fit the registers
+    if moment.shape[-1] > MAX_WIDTH:  # FP64 [D, D] would not fit a first-level cache
         return reference.feedback_factor(moment, count, vectors, values, damping)
     return factors(moment, count, vectors, values, damping)
 
@@ -43,200 +47,203 @@ def feedback_quantize(
     group_size: int,
     include_zero: bool = True,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """See `steadykv.ops.feedback_rounding`.
+    """See `steadykv.ops.feedback_rounding`."""
+    return _quantize(x, None, None, order, factor, bits, group_size, include_zero)
 
-    Every operation is that of the reference, in its order and unfused: the same bits. Allocates
-    what it returns and, for each of the at most 12 programs a multiprocessor, 5·D + 8·G bytes for
-    each of 128 tokens.
+
+def feedback_quantize_clustered(
+    x: Tensor,
+    centroids: Tensor,
+    ids: Tensor,
+    order: Tensor,
+    factor: Tensor,
+    bits: int,
+    group_size: int,
+    include_zero: bool = True,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """See `steadykv.ops.feedback_rounding`."""
+    centroids, ids = centroids.contiguous(), ids.contiguous()
+    return _quantize(x, centroids, ids, order, factor, bits, group_size, include_zero)
+
+
+def _quantize(
+    x: Tensor,
+    centroids: Tensor | None,
+    ids: Tensor | None,
+    order: Tensor,
+    factor: Tensor,
+    bits: int,
+    group_size: int,
+    include_zero: bool,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Every operation is that of the reference, rounded as there: the same bits.
+
+    Allocates what it returns and, of each token in whole tiles, 5·D + 16·G bytes.
     """
     heads, tokens, width = x.shape
     device, group_size = x.device, min(group_size, width)
-    groups = blocks(width, group_size)
-    top = 2**bits - 1
-    x, factor = x.contiguous(), factor.contiguous()
-    back = torch.empty_like(order)
-    places = torch.arange(width, device=device).expand(heads, width)
-    back.scatter_(1, order, places)
-    tiles = blocks(tokens, BLOCK_S)
-    span = torch.empty(heads, tiles, dtype=torch.float32, device=device)
-    row = -(-width * bits // 8)
-    codes = torch.empty(heads, tokens, row, dtype=torch.uint8, device=device)
-    scale_codes = torch.empty(heads, tokens, groups, dtype=torch.uint8, device=device)
-    zeros = torch.empty(heads, -(-tokens * groups * bits // 8), dtype=torch.uint8, device=device)
-    programs = min(heads * tiles, PROGRAMS * processors(device))
-    rows = 16 * blocks(width, 16)
-    rest = torch.empty(programs, rows, BLOCK_S, dtype=torch.float32, device=device)
-    steps = torch.empty(programs, rows, BLOCK_S, dtype=torch.uint8, device=device)
-    grid = torch.empty(programs, groups, 2, BLOCK_S, dtype=torch.float32, device=device)
+    groups, tiles = blocks(width, group_size), blocks(tokens, BLOCK_S)
+
+    def empty(*shape: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    back = empty(heads, width, dtype=torch.int32)
+    group = empty(heads, width, dtype=torch.int32)
+    plan = empty(heads, width, 3, dtype=torch.float32)
+    rest = empty(heads, tiles, width, BLOCK_S, dtype=torch.float32)
+    grid = empty(heads, tiles, groups, 3, BLOCK_S, dtype=torch.float32)
+    span = empty(heads, tiles, dtype=torch.float32)
+    steps = empty(heads, tiles, width, BLOCK_S, dtype=torch.uint8)
+    codes = empty(heads, tokens, blocks(width * bits, 8), dtype=torch.uint8)
+    scale_codes = empty(heads, tokens, groups, dtype=torch.uint8)
+    base = empty(heads, dtype=torch.float16)
+    zeros = empty(heads, blocks(tokens * groups * bits, 8), dtype=torch.uint8)
+    lost = empty(heads, dtype=torch.int64)
+    factor = factor.contiguous()
     with on_device(x):
-        _span_kernel[(tiles, heads)](
-            x,
+        plan_kernel[(heads,)](
+            order.contiguous(),
+            factor,
+            back,
+            group,
+            plan,
+            WIDTH=width,
+            GROUP=group_size,
+            BLOCK_D=power_of_two(width),
+        )
+        turn_kernel[(tiles, heads)](
+            x.contiguous(),
+            centroids,
+            ids,
+            back,
+            rest,
+            grid,
             span,
             tokens,
+            CLUSTERS=0 if centroids is None else centroids.shape[1],
             WIDTH=width,
             GROUP=group_size,
             GROUPS=groups,
             INCLUDE_ZERO=include_zero,
+            CHUNK=min(64, power_of_two(group_size)),
             BLOCK_S=BLOCK_S,
-            num_warps=8,
+            num_warps=TURN_WARPS,
         )
-        wanted = span.amax(1) / top / 255
-        base = wanted.clamp(max=FP16_MAX).to(torch.float16)
-        _round_kernel[(programs,)](
-            x,
-            order.contiguous(),
+        _round_kernel[(tiles, heads)](
             back,
+            group,
+            plan,
             factor,
-            base,
+            span,
             rest,
-            steps,
             grid,
+            steps,
             codes,
             scale_codes,
             zeros,
+            base,
+            lost,
             tokens,
-            tiles,
-            heads * tiles,
             zeros.shape[1],
             WIDTH=width,
             BITS=bits,
-            GROUP=group_size,
             GROUPS=groups,
-            INCLUDE_ZERO=include_zero,
+            CHANNELS=CHANNELS,
             BLOCK_S=BLOCK_S,
+            INTERPRET=interpreted(),
             num_warps=1,
             maxnreg=MAXNREG,
             enable_fp_fusion=False,
         )
     tensors = {"codes": codes, "scale_codes": scale_codes, "scale_base": base, "zeros": zeros}
-    return tensors, (wanted > FP16_MAX).to(torch.int64)
+    return tensors, lost
 
 
-@triton.jit
-def _range(b_x, m_c, b_low, b_high):
-    """The range so far, with the channels `m_c` of [tokens, channels]."""
-    b_low = tl.minimum(b_low, tl.min(tl.where(m_c, b_x, float("inf")), 1))
-    b_high = tl.maximum(b_high, tl.max(tl.where(m_c, b_x, -float("inf")), 1))
-    return b_low, b_high
-
-
-@triton.jit
-def _empty_range(INCLUDE_ZERO: tl.constexpr, BLOCK_S: tl.constexpr):
-    b_low = tl.full([BLOCK_S], 0.0 if INCLUDE_ZERO else float("inf"), tl.float32)
-    return b_low, -b_low
-
-
-@triton.jit(do_not_specialize=["tokens"])
-def _span_kernel(
-    p_x,
-    p_span,
-    tokens,
-    WIDTH: tl.constexpr,
-    GROUP: tl.constexpr,
-    GROUPS: tl.constexpr,
-    INCLUDE_ZERO: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """The widest range of a group among BLOCK_S tokens of one head."""
-    i_n = tl.program_id(1).to(tl.int64)
-    first = tl.program_id(0).to(tl.int64) * BLOCK_S
-    o_s = tl.arange(0, BLOCK_S)
-    m_s = first + o_s < tokens
-    p_x += (i_n * tokens + first) * WIDTH
-    b_span = tl.zeros([BLOCK_S], tl.float32)
-    for i_g in range(GROUPS):
-        b_low, b_high = _empty_range(INCLUDE_ZERO, BLOCK_S)
-        for skip in range(0, GROUP, 32):
-            o_m = skip + tl.arange(0, 32)
-            o_c = i_g * GROUP + o_m
-            m_c = ((o_m < GROUP) & (o_c < WIDTH))[None, :]
-            b_x = tl.load(
-                p_x + o_s[:, None] * WIDTH + o_c[None, :], mask=m_s[:, None] & m_c, other=0.0
-            )
-            b_low, b_high = _range(b_x.to(tl.float32), m_c, b_low, b_high)
-        b_span = tl.maximum(b_span, b_high - b_low)
-    at = p_span + i_n * tl.num_programs(0) + tl.program_id(0)
-    tl.store(at, tl.max(tl.where(m_s, b_span, 0.0), 0))
-
-
-@triton.jit(do_not_specialize=["tokens", "tiles", "all_tiles", "zeros_nbytes"])
+@triton.jit(do_not_specialize=["tokens", "zeros_nbytes"])
 def _round_kernel(
-    p_x,
-    p_order,
     p_back,
+    p_group,
+    p_plan,
     p_factor,
-    p_base,
+    p_span,
     p_rest,
-    p_steps,
     p_grid,
+    p_steps,
     p_codes,
     p_scale_codes,
     p_zeros,
+    p_base,
+    p_lost,
     tokens,
-    tiles,
-    all_tiles,
     zeros_nbytes,
     WIDTH: tl.constexpr,
     BITS: tl.constexpr,
-    GROUP: tl.constexpr,
     GROUPS: tl.constexpr,
-    INCLUDE_ZERO: tl.constexpr,
+    CHANNELS: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
-    """Tiles of BLOCK_S tokens of one head, one after the other, in a scratch of the program."""
-    BLOCKS: tl.constexpr = (WIDTH + 15) // 16
+    i_n = tl.program_id(1).to(tl.int64)
+    place = i_n * tl.num_programs(0) + tl.program_id(0)
+    first = tl.program_id(0) * BLOCK_S
     o_s = tl.arange(0, BLOCK_S)
-    p_rest += tl.program_id(0).to(tl.int64) * (16 * BLOCKS * BLOCK_S)
-    p_steps += tl.program_id(0).to(tl.int64) * (16 * BLOCKS * BLOCK_S)
-    p_grid += tl.program_id(0).to(tl.int64) * (GROUPS * 2 * BLOCK_S)
-    for tile in range(tl.program_id(0), all_tiles, tl.num_programs(0)):
-        i_n = (tile // tiles).to(tl.int64)
-        first = (tile % tiles).to(tl.int64) * BLOCK_S
-        row = i_n * tokens + first
-        m_s = first + o_s < tokens
-        base = tl.load(p_base + i_n).to(tl.float32)
-        p_head_back = p_back + i_n * WIDTH
-        p_tile = p_x + row * WIDTH
-        for i_g in range(GROUPS):
-            b_low, b_high = _empty_range(INCLUDE_ZERO, BLOCK_S)
-            for skip in range(0, GROUP, 16):
-                o_m = skip + tl.arange(0, 16)
-                o_c = i_g * GROUP + o_m
-                m_c = (o_m < GROUP) & (o_c < WIDTH)
-                o_at = o_s[:, None] * WIDTH + o_c[None, :]
-                b_x = tl.load(p_tile + o_at, mask=m_s[:, None] & m_c[None, :], other=0.0)
-                b_x = b_x.to(tl.float32)
-                b_low, b_high = _range(b_x, m_c[None, :], b_low, b_high)
-                o_i = tl.load(p_head_back + o_c, mask=m_c, other=0).to(tl.int32)
-                b_x = tl.minimum(tl.maximum(b_x, -RESIDUAL_MAX), RESIDUAL_MAX)
-                tl.store(p_rest + o_i[None, :] * BLOCK_S + o_s[:, None], b_x, mask=m_c[None, :])
-            b_code, b_scale, b_zero = _group_grid(b_low, b_high, base, BITS)
-            p_code = p_scale_codes + (row + o_s) * GROUPS + i_g
-            tl.store(p_code, b_code.to(tl.uint8), mask=m_s)
-            tl.store(p_grid + 2 * i_g * BLOCK_S + o_s, b_scale)
-            tl.store(p_grid + (2 * i_g + 1) * BLOCK_S + o_s, b_zero)
+    m_s = o_s < tokens - first
+    base = _base(p_span + i_n * tl.num_programs(0), p_base + i_n, p_lost + i_n, BITS)
+    p_rest += place * (WIDTH * BLOCK_S)
+    p_steps += place * (WIDTH * BLOCK_S)
+    p_grid += place * (GROUPS * 3 * BLOCK_S)
+    row = i_n * tokens + first
+    for i_g in range(GROUPS):
+        p_own = p_grid + 3 * i_g * BLOCK_S + o_s
+        b_code, b_scale, b_zero = _group_grid(tl.load(p_own), tl.load(p_own + BLOCK_S), base, BITS)
+        tl.store(p_scale_codes + (row + o_s) * GROUPS + i_g, b_code.to(tl.uint8), mask=m_s)
+        one = tl.full([BLOCK_S], 1.0, tl.float32)
+        b_inverse = tl.div_rn(one, tl.where(b_scale == 0, float("inf"), b_scale))
+        tl.store(p_own, b_scale)
+        tl.store(p_own + BLOCK_S, b_inverse)
+        tl.store(p_own + 2 * BLOCK_S, -b_zero + MAGIC)
+    tl.debug_barrier()
+    for i_block in range((WIDTH + CHANNELS - 1) // CHANNELS):
+        _round_block(
+            p_rest,
+            p_steps,
+            p_grid,
+            p_group + i_n * WIDTH,
+            p_plan + i_n * WIDTH * 3,
+            p_factor + i_n * WIDTH * WIDTH,
+            i_block * CHANNELS,
+            WIDTH,
+            BITS,
+            CHANNELS,
+            BLOCK_S,
+            INTERPRET,
+        )
         tl.debug_barrier()
-        for i_block in range(BLOCKS):
-            _round_block(
-                p_rest,
-                p_steps,
-                p_grid,
-                p_order + i_n * WIDTH,
-                p_factor + i_n * WIDTH * WIDTH,
-                i_block * 16,
-                WIDTH,
-                BITS,
-                GROUP,
-                BLOCK_S,
-            )
-            tl.debug_barrier()
-        _store_codes(p_codes + row * ((WIDTH * BITS + 7) // 8), p_steps, p_head_back, m_s,
-                     WIDTH, BITS, BLOCK_S)  # fmt: skip
-        skipped = first * GROUPS * BITS // 8  # a whole number: BLOCK_S is a multiple of 8
-        p_tile_zeros = p_zeros + i_n * zeros_nbytes + skipped
-        count = tl.minimum(tokens - first, BLOCK_S).to(tl.int32)
-        _store_zeros(p_tile_zeros, p_grid, count, zeros_nbytes - skipped, GROUPS, BITS, BLOCK_S)
-        tl.debug_barrier()
+    store_codes(p_codes + row * ((WIDTH * BITS + 7) // 8), p_steps, p_back + i_n * WIDTH, m_s,
+                WIDTH, BITS, BLOCK_S)  # fmt: skip
+    skipped = first.to(tl.int64) * GROUPS * BITS // 8  # whole: BLOCK_S is a multiple of 8
+    count = tl.minimum(tokens - first, BLOCK_S)
+    store_zeros(p_zeros + i_n * zeros_nbytes + skipped, p_grid, count, zeros_nbytes - skipped,
+                MAGIC, GROUPS, BITS, BLOCK_S)  # fmt: skip
+
+
+@triton.jit
+def _base(p_span, p_base, p_lost, BITS: tl.constexpr):
+    """The FP16 base of a head, as FP32; its first program writes it down, and if it saturated."""
+    TOP: tl.constexpr = (1 << BITS) - 1
+    b_span = tl.zeros([128], tl.float32)
+    for skip in range(0, tl.num_programs(0), 128):
+        o_t = skip + tl.arange(0, 128)
+        b_span = tl.maximum(b_span, tl.load(p_span + o_t, mask=o_t < tl.num_programs(0), other=0.0))
+    b_wanted = tl.full([1], 0.0, tl.float32) + tl.max(b_span, 0)
+    b_wanted = tl.div_rn(b_wanted, tl.full([1], TOP, tl.float32))
+    b_wanted = tl.div_rn(b_wanted, tl.full([1], 255.0, tl.float32))
+    b_base = tl.minimum(b_wanted, FP16_MAX).to(tl.float16)
+    if tl.program_id(0) == 0:
+        o_one = tl.arange(0, 1)
+        tl.store(p_base + o_one, b_base)
+        tl.store(p_lost + o_one, (b_wanted > FP16_MAX).to(tl.int64))
+    return tl.sum(b_base.to(tl.float32), 0)
 
 
 @triton.jit
@@ -257,112 +264,89 @@ def _round_block(
     p_rest,
     p_steps,
     p_grid,
-    p_order,
+    p_group,
+    p_plan,
     p_factor,
     first,
     WIDTH: tl.constexpr,
     BITS: tl.constexpr,
-    GROUP: tl.constexpr,
+    CHANNELS: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    INTERPRET: tl.constexpr,
 ):
-    """Rounds 16 channels from `first` on in the order; their residuals give way to the errors."""
-    TOP: tl.constexpr = (1 << BITS) - 1
+    """Rounds a block of channels in the order; their residuals give way to the errors."""
     o_s = tl.arange(0, BLOCK_S)
-    o_k = tl.arange(0, 16)
-    o_i = first + o_k
-    m_i = o_i < WIDTH
-    o_at = o_i[:, None] * BLOCK_S + o_s[None, :]
-    b_rest = tl.load(p_rest + o_at, mask=m_i[:, None], other=0.0)
-    for i in range(first):
-        b_error = tl.load(p_rest + i * BLOCK_S + o_s)
-        b_factor = tl.load(p_factor + i * WIDTH + o_i[:, None], mask=m_i[:, None], other=0.0)
+    o_k = tl.arange(0, CHANNELS)
+    m_k = (first + o_k < WIDTH) if WIDTH % CHANNELS else (o_k >= 0)
+    p_own = p_rest + first * BLOCK_S
+    p_column = p_factor + first
+    b_rest = tl.load(p_own + o_k[:, None] * BLOCK_S + o_s[None, :], mask=m_k[:, None], other=0.0)
+    # Two errors are loaded while those before them are used: in the end rows of the block.
+    b_one, b_two = tl.load(p_rest + o_s), tl.load(p_rest + BLOCK_S + o_s)
+    for _ in range(first // 2):
+        b_error, b_other = b_one, b_two
+        p_rest += 2 * BLOCK_S
+        b_one, b_two = tl.load(p_rest + o_s), tl.load(p_rest + BLOCK_S + o_s)
+        b_factor = tl.load(p_column + o_k[:, None], mask=m_k[:, None], other=0.0)
         b_rest -= b_factor * b_error[None, :]
-    for k in tl.static_range(16):
-        i = first + k
-        group = (tl.load(p_order + i, mask=i < WIDTH, other=0) // GROUP).to(tl.int32)
-        b_scale = tl.load(p_grid + 2 * group * BLOCK_S + o_s)
-        b_zero = tl.load(p_grid + (2 * group + 1) * BLOCK_S + o_s)
+        b_factor = tl.load(p_column + WIDTH + o_k[:, None], mask=m_k[:, None], other=0.0)
+        b_rest -= b_factor * b_other[None, :]
+        p_column += 2 * WIDTH
+    p_steps += first * BLOCK_S
+    p_group += first
+    p_plan += first * 3
+    for k in tl.static_range(CHANNELS):
+        is_one = (first + k < WIDTH) if WIDTH % CHANNELS else True
+        p_scale = p_grid + tl.load(p_group + k, mask=is_one, other=0) * (3 * BLOCK_S) + o_s
+        b_scale, b_low = tl.load(p_scale), tl.load(p_scale + 2 * BLOCK_S)
         b_x = _channel(b_rest, o_k, k)
-        b_code = tl.div_rn(b_x, tl.where(b_scale == 0, float("inf"), b_scale))
-        b_code = nearest(tl.minimum(tl.maximum(b_code, -64.0), 64.0)) + b_zero
-        b_code = tl.minimum(tl.maximum(b_code, 0.0), TOP * 1.0)
-        b_error = b_x - (b_code - b_zero) * b_scale
-        diagonal = tl.load(p_factor + i * WIDTH + i, mask=i < WIDTH, other=1.0)
-        b_error = tl.div_rn(b_error, tl.zeros_like(b_error) + diagonal)
-        is_later = (o_k > k)[:, None]
-        b_factor = tl.load(p_factor + i * WIDTH + o_i[:, None], mask=m_i[:, None], other=0.0)
-        b_rest = tl.where(is_later, b_rest - b_factor * b_error[None, :], b_rest)
-        tl.store(p_rest + i * BLOCK_S + o_s, b_error)
-        tl.store(p_steps + i * BLOCK_S + o_s, b_code.to(tl.uint8))
+        b_code = _quotient(b_x, b_scale, tl.load(p_scale + BLOCK_S), INTERPRET) + MAGIC
+        b_code = tl.minimum(tl.maximum(b_code, b_low), b_low + ((1 << BITS) - 1))
+        b_error = b_x - (b_code - MAGIC) * b_scale  # the product is exact
+        b_error = _over(b_error, p_plan + k * 3, is_one, INTERPRET)
+        m_s = is_one & (o_s >= 0)
+        tl.store(p_own + k * BLOCK_S + o_s, b_error, mask=m_s)
+        b_step = b_code.to(tl.int32, bitcast=True) - b_low.to(tl.int32, bitcast=True)
+        tl.store(p_steps + k * BLOCK_S + o_s, b_step.to(tl.uint8), mask=m_s)
+        m_later = m_k & (o_k > k)
+        p_row = p_column + k * WIDTH
+        b_factor = tl.load(p_row + o_k[:, None], mask=m_later[:, None], other=0.0)
+        b_moved = b_rest - b_factor * b_error[None, :]
+        b_rest = tl.where((o_k > k)[:, None], b_moved, b_rest)
+
+
+@triton.jit
+def _quotient(b_x, b_scale, b_inverse, INTERPRET: tl.constexpr):
+    """x / scale, on the right side of every half: 0 for a scale of 0, whose inverse is 0.
+
+    A quotient of x and 19 bits is not closer than 2^-44 of it to where FP32 rounds to another side
+    of a half; that of the inverse, corrected once, is off by less than 2^-46.
+    """
+    if INTERPRET:
+        b_quotient = tl.div_rn(b_x, tl.where(b_scale == 0, float("inf"), b_scale))
+        return tl.minimum(tl.maximum(b_quotient, -4194304.0), 4194304.0)
+    b_quotient = b_x * b_inverse
+    return tl.fma(tl.fma(-b_quotient, b_scale, b_x), b_inverse, b_quotient)
+
+
+@triton.jit
+def _over(b_x, p_plan, is_one, INTERPRET: tl.constexpr):
+    """x / F_ii, rounded to nearest where |x| > 2^-100; errors below that meet no code.
+
+    1 / F_ii as two FP32 numbers gives a quotient off by less than 1 ulp, which one correction with
+    a reciprocal that is rounded to nearest makes exact (Markstein, 1990).
+    """
+    own = tl.load(p_plan, mask=is_one, other=1.0)
+    b_own = tl.zeros_like(b_x) + own
+    if INTERPRET:
+        return tl.div_rn(b_x, b_own)
+    b_high = tl.zeros_like(b_x) + tl.load(p_plan + 1, mask=is_one, other=1.0)
+    b_quotient = tl.fma(b_x, b_high, b_x * tl.load(p_plan + 2, mask=is_one, other=0.0))
+    return tl.fma(tl.fma(-b_quotient, b_own, b_x), b_high, b_quotient)
 
 
 @triton.jit
 def _channel(b_rest, o_k, k):
-    """Row k of [16, tokens], by its bits: for the compiler a mere choice of registers."""
+    """Row k of [channels, tokens], by its bits: for the compiler a mere choice of registers."""
     b_bits = tl.where((o_k == k)[:, None], b_rest.to(tl.int32, bitcast=True), 0)
     return tl.xor_sum(b_bits, 0).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _store_codes(
-    p_codes,
-    p_steps,
-    p_back,
-    m_s,
-    WIDTH: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """The codes of a tile as bit streams of a token, its channels in their own order again."""
-    ROW: tl.constexpr = (WIDTH * BITS + 7) // 8
-    TERMS: tl.constexpr = 8 // BITS if 8 % BITS == 0 else 8 // BITS + 2
-    o_s = tl.arange(0, BLOCK_S)
-    # Eight bytes: tiles of the shape of the residuals, but of bytes, would lay those out too, with
-    # sixteen tokens a lane and channels across lanes.
-    for skip in range(0, ROW, 8):
-        o_b = skip + tl.arange(0, 8)
-        b_bytes = tl.zeros([8, BLOCK_S], tl.int32)
-        for term in tl.static_range(TERMS):
-            o_c = 8 * o_b // BITS + term
-            m_c = o_c < WIDTH
-            o_i = tl.load(p_back + o_c, mask=m_c, other=0).to(tl.int32)
-            b_codes = tl.load(
-                p_steps + o_i[:, None] * BLOCK_S + o_s[None, :], mask=m_c[:, None], other=0
-            )
-            b_bytes |= _placed(b_codes.to(tl.int32), (o_c * BITS - 8 * o_b)[:, None])
-        tl.store(
-            p_codes + o_s[None, :] * ROW + o_b[:, None],
-            b_bytes.to(tl.uint8),
-            mask=m_s[None, :] & (o_b < ROW)[:, None],
-        )
-
-
-@triton.jit
-def _store_zeros(
-    p_zeros,
-    p_grid,
-    count,
-    nbytes,
-    GROUPS: tl.constexpr,
-    BITS: tl.constexpr,
-    BLOCK_S: tl.constexpr,
-):
-    """The zero points of the `count` tokens of a tile as one bit stream of at most `nbytes`."""
-    TERMS: tl.constexpr = 8 // BITS if 8 % BITS == 0 else 8 // BITS + 2
-    for skip in range(0, BLOCK_S * GROUPS * BITS // 8, 32):
-        o_b = skip + tl.arange(0, 32)
-        b_bytes = tl.zeros([32], tl.int32)
-        for term in tl.static_range(TERMS):
-            o_z = 8 * o_b // BITS + term
-            o_s, o_g = o_z // GROUPS, o_z % GROUPS
-            b_zero = tl.load(p_grid + (2 * o_g + 1) * BLOCK_S + o_s, mask=o_s < count, other=0.0)
-            b_bytes |= _placed(b_zero.to(tl.int32), o_z * BITS - 8 * o_b)
-        mask = (o_b < BLOCK_S * GROUPS * BITS // 8) & (o_b < nbytes)
-        tl.store(p_zeros + o_b, b_bytes.to(tl.uint8), mask=mask)
-
-
-@triton.jit
-def _placed(b_code, o_bit):
-    """A code at the bit `o_bit` of a byte; what reaches out of it is lost."""
-    up, down = tl.maximum(o_bit, 0), tl.maximum(-o_bit, 0)
-    return ((b_code << up) >> down) & 255

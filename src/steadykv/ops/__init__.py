@@ -10,7 +10,7 @@ from .decode import (
     grouped_decoder,
 )
 from .dispatch import BACKENDS, OPS, backend_of, explain, use_backend
-from .feedback_rounding import feedback_factor, feedback_quantize
+from .feedback_rounding import feedback_factor, feedback_quantize, feedback_quantize_clustered
 from .finite import copy_finite, count_nonfinite, head_rows
 from .group_quantize import group_dequantize, group_quantize, quantize_clustered
 from .hadamard import hadamard
@@ -60,6 +60,7 @@ __all__ = [
     "explain",
     "feedback_factor",
     "feedback_quantize",
+    "feedback_quantize_clustered",
     "find_outliers",
     "fit_levels",
     "full_precision",

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from .dispatch import resolve
 
-__all__ = ["feedback_factor", "feedback_quantize"]
+__all__ = ["feedback_factor", "feedback_quantize", "feedback_quantize_clustered"]
 
 
 def feedback_factor(
@@ -55,3 +55,26 @@ def feedback_quantize(
     """
     module = resolve("feedback_rounding", x.device, backend)
     return module.feedback_quantize(x, order, factor, bits, group_size, include_zero)
+
+
+def feedback_quantize_clustered(
+    x: Tensor,
+    centroids: Tensor,
+    ids: Tensor,
+    order: Tensor,
+    factor: Tensor,
+    bits: int,
+    group_size: int,
+    *,
+    include_zero: bool = True,
+    backend: str | None = None,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """`feedback_quantize` of what the centroid of each token leaves, x - mu[id] in FP32.
+
+    x: FP32 [N, S, D], or BF16 where `head_rows` gives that. centroids: BF16 or FP32 [N, C, D]. ids:
+    int64 [N, S]. The residual need not exist as a tensor.
+    """
+    module = resolve("feedback_rounding", x.device, backend)
+    return module.feedback_quantize_clustered(
+        x, centroids, ids, order, factor, bits, group_size, include_zero
+    )

@@ -12,8 +12,9 @@ from torch import Tensor
 
 from .blocks import row_blocks, tree_sum
 from .group_quantize import affine_zero_grid, affine_zero_tensors
+from .kmeans import subtract_centroids
 
-__all__ = ["feedback_factor", "feedback_quantize"]
+__all__ = ["feedback_factor", "feedback_quantize", "feedback_quantize_clustered"]
 
 # The grid ends below 65,504·255·15 = 2.5e8, so what lies beyond this limit saturates anyway; under
 # it, neither an error over F_ii nor the sum of D of them leaves FP32.
@@ -81,6 +82,21 @@ def feedback_quantize(
             rest[:, i] = code
         codes[:, block] = _channels_first(rest.to(torch.uint8).transpose(1, 2), back).mT
     return affine_zero_tensors(codes, grid, bits), grid.saturated
+
+
+def feedback_quantize_clustered(
+    x: Tensor,
+    centroids: Tensor,
+    ids: Tensor,
+    order: Tensor,
+    factor: Tensor,
+    bits: int,
+    group_size: int,
+    include_zero: bool = True,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """See `steadykv.ops.feedback_rounding`."""
+    residual = subtract_centroids(x, centroids, ids)
+    return feedback_quantize(residual, order, factor, bits, group_size, include_zero)
 
 
 def _channels_first(x: Tensor, order: Tensor) -> Tensor:
