@@ -43,6 +43,7 @@ SUPPORT = {
     "reference": {"blocks"},
     "kernels": {
         "assign",
+        "codes",
         "decode_groups",
         "decode_levels",
         "decode_pairs",
@@ -53,6 +54,7 @@ SUPPORT = {
         "numbers",
         "pairs",
         "passes",
+        "residual",
         "rounded",
         "streams",
         "tiles",

@@ -28,6 +28,8 @@ def test_every_op_has_its_module_in_every_folder() -> None:
         contract, definition = (import_module(f"steadykv.{f}.{op}") for f in ("ops", "reference"))
         assert dispatch.resolve(op, CPU) is definition
         names = [name for name in contract.__all__ if name.islower() and name != "packed_length"]
+        # Prepared calls, of which the reference has none: None is what its users then get.
+        names = [name for name in names if not name.endswith("_decoder")]
         assert names
         for name in names:
             target = "gather_rows" if name == "gather_centroids" else name

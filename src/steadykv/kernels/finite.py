@@ -55,7 +55,9 @@ def _launch(
     is_aligned = width % 8 == 0 and all(
         s[3] <= 1 and not any(n % 8 for n in s[:3]) for s in (of_x, of_out)
     )
-    constants = (of_x[3] if is_aligned else 0, per_head, width, padded, size)
+    unit = 8 if is_aligned else 1
+    of_x, of_out = ((*(n // unit for n in s[:3]), s[3]) for s in (of_x, of_out))
+    constants = (unit, per_head, width, padded, size)
     with on_device(x):
         _clean(
             kind_of(*known, constants=(out is None, *constants)),
@@ -84,7 +86,7 @@ def _clean_kernel(
     out_h: tl.int64,
     out_s: tl.int64,
     out_d: tl.int64,
-    ALIGNED: tl.constexpr,
+    UNIT: tl.constexpr,
     PER_HEAD: tl.constexpr,
     WIDTH: tl.constexpr,
     PADDED: tl.constexpr,
@@ -92,20 +94,21 @@ def _clean_kernel(
 ):
     """A tile of a head; the number it counts is an integer, in which the order is nothing.
 
-    ALIGNED: channels are adjacent, and 8 divides every other stride.
+    UNIT: what all strides but the last are counted in; above 1 channels are adjacent. The compiler
+    does not see it in a stride, but in a product with it.
     """
     row = first + tl.program_id(1)
     batch, head = (row // heads).to(tl.int64), (row % heads).to(tl.int64)
     token = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
     mask = (token < tokens)[:, None] & (tl.arange(0, PADDED) < WIDTH)[None, :]
-    p_x = _places(x, batch * x_b + head * x_h, token, x_s, x_d, ALIGNED, PADDED)
+    p_x = _places(x, batch * x_b + head * x_h, token, x_s, x_d, UNIT, PADDED)
     value = tl.load(p_x, mask=mask, other=0).to(tl.float32)
     if out is not None:
         # Of head_rows the rows of `out` begin with `first`; a batch does not matter there.
         start = batch * out_b + head * out_h
         if PER_HEAD:
             start = tl.program_id(1) * out_h
-        p_out = _places(out, start, token, out_s, out_d, ALIGNED, PADDED)
+        p_out = _places(out, start, token, out_s, out_d, UNIT, PADDED)
         tl.store(p_out, finite(value).to(out.dtype.element_ty), mask=mask)
     lost = tl.sum((value - value != 0).to(tl.int32))
     if lost > 0:
@@ -113,14 +116,13 @@ def _clean_kernel(
 
 
 @triton.jit
-def _places(base, start, token, s_token, s_channel, ALIGNED: tl.constexpr, PADDED: tl.constexpr):
+def _places(base, start, token, s_token, s_channel, UNIT: tl.constexpr, PADDED: tl.constexpr):
     channel = tl.arange(0, PADDED)
-    offset = token.to(tl.int64) * s_token
-    if ALIGNED:
-        start, offset = tl.multiple_of(start, 8), tl.multiple_of(offset, 8)
-        place = base + start + offset[:, None] + channel[None, :]
+    row = base + start * UNIT + (token.to(tl.int64) * s_token * UNIT)[:, None]
+    if UNIT > 1:
+        place = row + channel[None, :]
     else:
-        place = base + start + offset[:, None] + (channel * s_channel)[None, :]
+        place = row + (channel * s_channel)[None, :]
     return place
 
 
