@@ -96,7 +96,7 @@ def _found(store: TensorStore, ranges: Sequence[TokenRange]) -> list[_Found]:
     found, cursor = [], 0
     for segment, low, high in store.overlaps(ranges):
         payload, end = segment.payload, cursor + high - low
-        data = store.heads_first(segment.tensor) if payload is None else segment.decoder()
+        data = store.heads_first(segment.tensor) if payload is None else payload.decoder()
         found.append(_Found(data, cursor, end, low - segment.start))
         cursor = end
     return found

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from steadykv.cache.policy import TokenRange
 from steadykv.codecs import Payload, WarmStart
-from steadykv.ops import Decoder, backend_of, centroid_values
+from steadykv.ops import centroid_values
 
 __all__ = ["Segment", "TensorStore", "nbytes_of", "part_of"]
 
@@ -60,9 +60,6 @@ class Segment:
     reason: str = ""
     parts: dict[str, int] = field(init=False, compare=False)
     nbytes: int = field(init=False, compare=False)
-    _decoders: dict[str, Decoder] = field(
-        init=False, compare=False, repr=False, default_factory=dict
-    )
 
     def __post_init__(self) -> None:
         parts: dict[str, int] = {}
@@ -91,20 +88,6 @@ class Segment:
         """The tensor of a dense segment."""
         assert isinstance(self.data, Tensor)
         return self.data
-
-    def decoder(self) -> Decoder:
-        """What decodes a packed segment, prepared once for each backend: every pass reads it."""
-        assert isinstance(self.data, Payload)
-        if torch.compiler.is_compiling():
-            return self.data.decoder()
-        backend = backend_of("decode", self.data.device)
-        found = self._decoders.get(backend)
-        if found is None:
-            found = self._decoders[backend] = self.data.decoder()
-        return found
-
-    def __getstate__(self) -> dict[str, object]:
-        return self.__dict__ | {"_decoders": {}}  # functions, which nothing can copy
 
 
 class TensorStore:
@@ -215,7 +198,7 @@ class TensorStore:
             target = out.narrow(self.token_dim, cursor, high - low)
             first, last = low - segment.start, high - segment.start
             if isinstance(segment.data, Payload):
-                segment.decoder()(None, self.heads_first(target), first, last)
+                segment.data.decoder()(None, self.heads_first(target), first, last)
             else:
                 target.copy_(segment.data.narrow(self.token_dim, first, last - first))
             cursor += high - low

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..config import CodecConfig
 from ..errors import ConfigError, PayloadError, ShapeError
-from ..ops import centroid_values, full_precision
+from ..ops import backend_of, centroid_values, full_precision
 from ..reference.blocks import Decoder
 from .base import FLAGS, Shape, TensorSpec
 from .files import read_tensors, write_tensors
@@ -44,6 +44,7 @@ class Payload:
     shape: Shape
     tensors: dict[str, Tensor]
     flags: dict[str, Tensor] = field(default_factory=dict)
+    _decoders: dict[object, Decoder] = field(init=False, repr=False, default_factory=dict)
 
     @property
     def nbytes(self) -> int:
@@ -121,12 +122,16 @@ class Payload:
         codec = codec_for(self.config)
         if rotated:
             stored_rotation(codec, head_dim)
-        if out.numel():
-            decode = codec.decode_rotated if rotated else codec.decode
-            # What `torch.compile` traces cannot set it; the operators do when they run.
-            is_traced = torch.compiler.is_compiling()
-            with nullcontext() if is_traced else full_precision(self.device):
+        if not out.numel():
+            return out
+        # What `torch.compile` traces cannot set it; the operators do when they run.
+        is_traced = torch.compiler.is_compiling()
+        with nullcontext() if is_traced else full_precision(self.device):
+            if rotated or is_traced:
+                decode = codec.decode_rotated if rotated else codec.decode
                 decode(self.tensors, self.shape, out, start, end)
+            else:
+                self.decoder()(None, out, start, end)
         return out
 
     @property
@@ -137,10 +142,24 @@ class Payload:
         return not CODECS[self.config.method].pools_heads and "row_index" not in self.tensors
 
     def decoder(self) -> Decoder:
-        """Decodes some heads and tokens into a view, unchecked; those of a part if `can_split`."""
+        """Decodes some heads and tokens into a view, unchecked; those of a part if `can_split`.
+
+        Prepared once for each backend, as every pass of a host reads again what is stored.
+        """
         from . import codec_for
 
-        return codec_for(self.config).decoder(self.tensors, self.shape)
+        codec = codec_for(self.config)
+        if torch.compiler.is_compiling():
+            return codec.decoder(self.tensors, self.shape)
+        key = (backend_of("decode", self.device), *map(id, self.tensors.values()))
+        found = self._decoders.get(key)
+        if found is None:
+            self._decoders.clear()  # of tensors that were replaced
+            found = self._decoders[key] = codec.decoder(self.tensors, self.shape)
+        return found
+
+    def __getstate__(self) -> dict[str, object]:
+        return self.__dict__ | {"_decoders": {}}  # functions, which nothing can copy
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> Payload:
         """The same payload on another device; itself if it is there already.

@@ -9,13 +9,16 @@ from torch import Tensor
 
 from ..reference import qsac as reference
 from .launch import blocks, interpreted, on_device, power_of_two, shared_memory, tile_width
+from .networks import joined, least_in_lanes, merged
 
 __all__ = ["query_metric", "select_centroids"]
 
 MAX_CANDIDATES = 8  # minima that a tile keeps in registers
 MAX_GROUP = 128  # channels of a tile of residuals
 PARTS = 2  # BF16 numbers that add up to an FP32 one, to 2^-18 of it
-LARGE_TILE_BYTES = 200 << 10  # shared memory in which 128 tokens meet 256 centroids
+LARGE_TILE_BYTES = 200 << 10  # shared memory in which 128 tokens meet 128 centroids twice
+MAXNREG = 128  # two programs a multiprocessor: one multiplies while the other one sorts
+ROUND = 256  # centroids that six bits tell apart: four of them are those of different threads
 
 query_metric = reference.query_metric  # an ablation: solves once a span
 
@@ -63,6 +66,7 @@ def select_centroids(
     block_s, block_c, block_k, warps = _tile(shared_memory(device), is_split)
     block_c = min(block_c, tile_width(clusters))
     block_k = min(block_k, tile_width(width))
+    chunks = min(ROUND // block_c, blocks(clusters, block_c))
     with on_device(x):
         _weigh_kernel[(blocks(clusters, 32), heads)](
             centroids,
@@ -84,14 +88,17 @@ def select_centroids(
             CLUSTERS=clusters,
             CANDIDATES=candidates,
             PARTS=parts,
-            CHUNKS=blocks(clusters, block_c),
+            ROUNDS=blocks(clusters, chunks * block_c),
+            CHUNKS=chunks,
+            CODES=power_of_two(chunks * block_c // 4),
+            STEPS=(block_c // 8).bit_length(),
             BLOCK_S=block_s,
             BLOCK_C=block_c,
             BLOCK_K=block_k,
             BLOCK_M=power_of_two(candidates),
             INTERPRETED=interpreted(),
             num_warps=warps,
-            num_stages=2,
+            maxnreg=MAXNREG,
         )
         if candidates > 1:
             _range_kernel[(blocks(tokens, 32), heads)](
@@ -120,7 +127,7 @@ def _tile(nbytes: int, is_split: bool) -> tuple[int, int, int, int]:
     """Tokens, centroids and channels of a product, and warps, for so much shared memory."""
     if not is_split:
         return 64, 64, 64, 4
-    return (128, 256, 128, 8) if nbytes >= LARGE_TILE_BYTES else (64, 128, 64, 4)
+    return (128, 128, 128, 8) if nbytes >= LARGE_TILE_BYTES else (64, 128, 64, 4)
 
 
 @triton.jit
@@ -163,64 +170,85 @@ def _near_kernel(
     CLUSTERS: tl.constexpr,
     CANDIDATES: tl.constexpr,
     PARTS: tl.constexpr,
+    ROUNDS: tl.constexpr,
     CHUNKS: tl.constexpr,
+    CODES: tl.constexpr,
+    STEPS: tl.constexpr,
     BLOCK_S: tl.constexpr,
     BLOCK_C: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """The centroids of least d_Q of BLOCK_S tokens, nearest first, lowest index on ties."""
+    """The centroids of least d_Q of BLOCK_S tokens, nearest first, lowest index on ties.
+
+    The last bits of a distance say whose it is, and networks of minima and maxima sort them. In the
+    layout of a product four threads share a row, two columns of every eight each: centroids are
+    placed so that order within a thread, then threads, is their order.
+    """
     TILES: tl.constexpr = (WIDTH + BLOCK_K - 1) // BLOCK_K
     i_n = tl.program_id(1).to(tl.int64)
     first = tl.program_id(0).to(tl.int64) * BLOCK_S
     o_s = tl.arange(0, BLOCK_S)
-    o_k = tl.arange(0, BLOCK_K)
+    o_p = tl.arange(0, BLOCK_C)
+    o_code = o_p // 8 * 2 + o_p % 2
+    o_place = o_code * 4 + o_p // 2 % 4
     o_m = tl.arange(0, 2 * BLOCK_M)[None, :]
     m_s = first + o_s < tokens
-    p_x += (i_n * tokens + first) * WIDTH + o_s[:, None] * WIDTH
+    p_x += (i_n * tokens + first) * WIDTH
     p_weighted += i_n * PARTS * CLUSTERS * WIDTH
-    # The least so far in the first half, those of one chunk in the second.
+    b_x = _tokens(p_x, m_s, 0, WIDTH, BLOCK_S, BLOCK_K, INTERPRETED)
+    # The least so far in the first half, those of one round in the second.
     b_value = tl.full([BLOCK_S, 2 * BLOCK_M], float("inf"), tl.float32)
     b_index = tl.zeros([BLOCK_S, 2 * BLOCK_M], tl.int32)
-    for chunk in tl.static_range(CHUNKS):
-        o_c = chunk * BLOCK_C + tl.arange(0, BLOCK_C)
-        m_c = o_c < CLUSTERS
-        b_dot = tl.zeros([BLOCK_S, BLOCK_C], tl.float32)
-        for i in range(PARTS * TILES):
-            o_d = i % TILES * BLOCK_K + o_k
-            m_d = o_d < WIDTH
-            b_x = tl.load(p_x + o_d[None, :], mask=m_s[:, None] & m_d[None, :], other=0.0)
-            p_part = p_weighted + i // TILES * (CLUSTERS * WIDTH)
-            b_mu = tl.load(
-                p_part + o_c[None, :] * WIDTH + o_d[:, None],
-                mask=m_c[None, :] & m_d[:, None],
-                other=0.0,
-            )
-            if INTERPRETED:  # its product of BF16 is wrong
-                b_x, b_mu = b_x.to(tl.float32), b_mu.to(tl.float32)
-            b_dot = tl.dot(b_x, b_mu, b_dot, input_precision="tf32x3")
-        b_square = tl.load(p_square + i_n * CLUSTERS + o_c, mask=m_c, other=float("inf"))
-        b_distance = b_square[None, :] - 2 * b_dot
+    for round in tl.static_range(ROUNDS):
+        least = ()
+        for chunk in tl.static_range(CHUNKS):
+            o_c = (round * CHUNKS + chunk) * BLOCK_C + o_place
+            m_c = o_c < CLUSTERS
+            b_dot = tl.zeros([BLOCK_S, BLOCK_C], tl.float32)
+            for i in tl.static_range(PARTS * TILES):
+                if TILES > 1:
+                    b_x = _tokens(p_x, m_s, i % TILES, WIDTH, BLOCK_S, BLOCK_K, INTERPRETED)
+                o_d = i % TILES * BLOCK_K + tl.arange(0, BLOCK_K)
+                b_mu = tl.load(
+                    p_weighted + i // TILES * (CLUSTERS * WIDTH) + o_c[None, :] * WIDTH
+                    + o_d[:, None],
+                    mask=m_c[None, :] & (o_d < WIDTH)[:, None],
+                    other=0.0,
+                )  # fmt: skip
+                if INTERPRETED:
+                    b_mu = b_mu.to(tl.float32)
+                b_dot = tl.dot(b_x, b_mu, b_dot, input_precision="tf32x3")
+            b_square = tl.load(p_square + i_n * CLUSTERS + o_c, mask=m_c, other=float("inf"))
+            b_key = _sortable(b_square[None, :] - 2 * b_dot)
+            b_key = (b_key & -CODES) | (chunk * (BLOCK_C // 4) + o_code)[None, :]
+            found = least_in_lanes(b_key, BLOCK_S, BLOCK_C, BLOCK_M, STEPS)
+            if chunk == 0:
+                least = found
+            else:
+                least = merged(least, found, BLOCK_M, BLOCK_M)
+        b_least = tl.reshape(joined(least, BLOCK_M), (BLOCK_S, 4 * BLOCK_M))
         for m in tl.static_range(CANDIDATES):
-            b_least, b_at = tl.min(
-                b_distance, 1, return_indices=True, return_indices_tie_break_left=True
+            b_key, b_at = tl.min(
+                b_least, 1, return_indices=True, return_indices_tie_break_left=True
             )
-            is_chosen = tl.arange(0, BLOCK_C)[None, :] == b_at[:, None]
-            b_distance = tl.where(is_chosen, float("inf"), b_distance)
-            is_column = o_m == (m if chunk == 0 else BLOCK_M + m)
-            b_value = tl.where(is_column, b_least[:, None], b_value)
-            b_index = tl.where(is_column, (chunk * BLOCK_C + b_at)[:, None], b_index)
-        if chunk > 0:
+            is_chosen = tl.arange(0, 4 * BLOCK_M)[None, :] == b_at[:, None]
+            b_least = tl.where(is_chosen, 0x7FFFFFFF, b_least)
+            b_id = round * (CHUNKS * BLOCK_C) + (b_key & (CODES - 1)) * 4 + b_at // BLOCK_M
+            is_column = o_m == (m if round == 0 else BLOCK_M + m)
+            b_value = tl.where(is_column, _unsorted(b_key & -CODES)[:, None], b_value)
+            b_index = tl.where(is_column, b_id[:, None], b_index)
+        if round > 0:
             b_old, b_of = b_value, b_index
             for m in tl.static_range(CANDIDATES):
-                b_least, b_at = tl.min(
+                b_first, b_at = tl.min(
                     b_old, 1, return_indices=True, return_indices_tie_break_left=True
                 )
                 is_chosen = o_m == b_at[:, None]
                 b_old = tl.where(is_chosen, float("inf"), b_old)
                 b_chosen = tl.sum(tl.where(is_chosen, b_of, 0), 1)
-                b_value = tl.where(o_m == m, b_least[:, None], b_value)
+                b_value = tl.where(o_m == m, b_first[:, None], b_value)
                 b_index = tl.where(o_m == m, b_chosen[:, None], b_index)
     b_index = tl.minimum(b_index, CLUSTERS - 1)  # distances that are not finite choose anything
     p_near += (i_n * tokens + first) * CANDIDATES
@@ -229,6 +257,34 @@ def _near_kernel(
         b_index.to(p_near.dtype.element_ty),
         mask=m_s[:, None] & (o_m < CANDIDATES),
     )
+
+
+@triton.jit
+def _tokens(
+    p_x,
+    m_s,
+    tile,
+    WIDTH: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    o_d = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    at = tl.arange(0, BLOCK_S)[:, None] * WIDTH + o_d[None, :]
+    b_x = tl.load(p_x + at, mask=m_s[:, None] & (o_d < WIDTH)[None, :], other=0.0)
+    return b_x.to(tl.float32) if INTERPRETED else b_x  # its product of BF16 is wrong
+
+
+@triton.jit
+def _sortable(x):
+    """An int32 that is in the order of FP32 x."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _unsorted(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["tokens"])
