@@ -221,8 +221,7 @@ class LayerCache:
         q: [B, S, n·H, D] (or [B, n·H, S, D]), as are the result and its dtype. scale: 1/sqrt(D) by
         default. bias: one number for each token of `spans()`, [T] or [B, H, T]. All tokens are
         visible. `ops.attend` has the error. Allocates beside the result 128 MiB, or for memory
-        "small" an aim of 32 MiB (39 on an H200), where a head's queries fit in it, and what
-        decoding takes.
+        "small" 32 MiB, where a head's queries fit in it, and what decoding takes.
         Raises PositionError before the first write, ShapeError, ConfigError; NonFiniteError in
         debug mode.
         """

@@ -22,6 +22,8 @@ PASS_SECONDS = 100e-6
 LOAD_SECONDS = 35e-6
 OVERLAP = 0.8  # of what the last blocks of a pass leave idle, another lane takes so much
 
+BLOCK_BYTES = 1 << 20  # by so much the allocator's blocks may be larger than what was asked for
+
 LEAST_TOKENS = 256  # of a piece
 ROUND_TOKENS = 128  # a piece is a multiple of it, so that few shapes occur
 
@@ -40,6 +42,7 @@ def plan(
 ) -> Plan:
     """The passes over queries of `shape` [B, n·H, S, D] that are estimated to be fastest."""
     lanes = 1 if device.type != "cuda" or torch.compiler.is_compiling() else 2
+    budget -= min(BLOCK_BYTES, budget // 32)
     return plan_for(
         shape,
         tokens.length,

@@ -184,7 +184,8 @@ def encode_works(state: Bench, configs: Sequence[CacheConfig]) -> Iterator[Task]
 def kmeans_works(state: Bench, configs: Sequence[CacheConfig]) -> Iterator[Task]:
     """One iteration of k-means on the keys: an assignment and new means."""
     codec = configs[0].keys
-    heads = [ops.head_rows(k, 0, state.size.heads)[0] for k, _ in state.pairs]
+    # BF16 where kernels run, as codecs give it to them.
+    heads = [ops.head_rows(k, 0, state.size.heads, wide=False)[0] for k, _ in state.pairs]
     starts = [x[:, : codec.centroids].float() for x in heads]
 
     def means(x: Tensor, start: Tensor, backend: str | None = None) -> Tensor:
