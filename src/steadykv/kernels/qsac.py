@@ -98,7 +98,9 @@ def select_centroids(
             BLOCK_M=power_of_two(candidates),
             INTERPRETED=interpreted(),
             num_warps=warps,
-            maxnreg=MAXNREG,
+            num_stages=2,
+            # Smaller tiles, and those that read their tokens again, have room for more programs.
+            maxnreg=MAXNREG if warps == 8 and width <= block_k else None,
         )
         if candidates > 1:
             _range_kernel[(blocks(tokens, 32), heads)](
