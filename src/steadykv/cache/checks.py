@@ -9,6 +9,7 @@ from typing import SupportsIndex
 import torch
 from torch import Tensor
 
+from steadykv.cache.policy import SpanPolicy
 from steadykv.codecs import Calibration
 from steadykv.codecs.calibration import grid_for
 from steadykv.config import CacheConfig
@@ -28,6 +29,7 @@ __all__ = [
     "check_finite",
     "check_pair",
     "check_position",
+    "check_span",
     "resolve_device",
 ]
 
@@ -187,6 +189,25 @@ def check_position(start: object, layer: int, open_range: tuple[int, int] | None
     raise PositionError(
         f"layer {layer}: write at token {position}: expected {wanted}; chunks follow each other "
         "without gaps, and reset() starts over at 0"
+    )
+
+
+def check_span(policy: SpanPolicy, frame_tokens: int, chunk_tokens: int) -> None:
+    """Raise ConfigError if spans of chunks of that length are never complete in time.
+
+    chunk_tokens: 0 where it is not known. Chunk lengths may vary, and a first chunk often differs:
+    so two in a row have to be too long, and the shorter one is taken as the length of all.
+    """
+    longest = policy.longest_span(chunk_tokens) if chunk_tokens else 0
+    rules = policy.policy
+    if not longest or rules.span_chunks <= longest:
+        return
+    frames = -(-rules.span_chunks * chunk_tokens // frame_tokens) + rules.sink_frames
+    raise ConfigError(
+        f"span_chunks is {rules.span_chunks} with chunks of {chunk_tokens} tokens: expected at "
+        f"most {longest} in a window of {rules.window_frames} frames of {frame_tokens} tokens, "
+        "sink included, because chunks leave it before their span is complete; lower span_chunks "
+        f"or set window_frames={frames}"
     )
 
 

@@ -12,23 +12,23 @@ from steadykv.cache.checks import (
     Geometry,
     calibration_of,
     check_finite,
-    check_pair,
     check_position,
+    check_span,
     resolve_device,
 )
 from steadykv.cache.isolation import isolated
 from steadykv.cache.ledger import LayerLedger, MemoryMeter
 from steadykv.cache.packing import pack_span
 from steadykv.cache.policy import Piece, SpanPolicy, TokenRange
+from steadykv.cache.progress import Progress
 from steadykv.cache.query_stats import QueryStats
+from steadykv.cache.reading import read, read_tensor
 from steadykv.cache.segments import Segment, TensorStore, nbytes_of
 from steadykv.cache.status import LayerStatus, layer_ledger, layer_status
-from steadykv.cache.workspace import decode_workspace_nbytes
 from steadykv.codecs import Calibration, SpanKey
 from steadykv.config import CacheConfig, CodecConfig
-from steadykv.errors import ConfigError, ShapeError
+from steadykv.errors import ConfigError, PositionError, ShapeError
 from steadykv.ops import copy_finite, count_nonfinite
-from steadykv.ops.precision import full_precision
 
 __all__ = ["LayerCache"]
 
@@ -74,6 +74,7 @@ class LayerCache:
         self.geometry = Geometry(num_heads, head_dim, frame_tokens, layout, dtype, place)
         self.config = config
         self.policy = SpanPolicy(config.policy, frame_tokens)
+        self.progress = Progress(self.policy)
         self.layer = layer
         self.calibration = calibration_of(calibration, config, layer, self.geometry)
         self.debug = debug
@@ -96,22 +97,17 @@ class LayerCache:
         self.encoded_tokens = 0
         self.dropped_dense_tokens = 0
         self.nonfinite_count = torch.zeros((), dtype=torch.int64, device=self.geometry.device)
-        self._open: TokenRange | None = None
-        self._last_tokens = 0  # length of the newest committed chunk
-        self._end = 0  # of the newest committed chunk
-        self._chunks = 0  # committed
-        self._last_piece: Piece | None = None
-        self._waiting: list[Piece] = []
-        self._window_start = 0
+        self.progress.clear()
 
     # --- what a host calls ------------------------------------------------------------------
 
     @isolated
-    def write(self, k: Tensor, v: Tensor, start: int) -> None:
+    def write(self, k: Tensor, v: Tensor, start: int, *, observed: bool = False) -> None:
         """Store the chunk [start, start + S): k, v [B, S, H, D] (or [B, H, S, D]).
 
         start: that of the open chunk overwrites it, also with another length; its end commits it
-        and opens the next one. NaN and Inf are stored as 0 and counted.
+        and opens the next one. NaN and Inf are stored as 0 and counted. observed: the queries of
+        this pass were observed already, for hosts that store after they attended.
         Allocates K and V of a new chunk, and without kernels for a moment a byte per number of K.
         Raises PositionError for any other start, ShapeError, ConfigError for a policy whose spans
         turn out not to fit into the window, and NonFiniteError in debug mode; then nothing of it
@@ -121,18 +117,20 @@ class LayerCache:
         self.geometry.check("v", v, self.batch)
         if k.shape != v.shape:
             raise ShapeError(f"k is {tuple(k.shape)}, v is {tuple(v.shape)}: expected equal shapes")
-        start = check_position(start, self.layer, self._open, self._end)
+        start = check_position(start, self.layer, self.progress.open, self.progress.end)
         if self.debug:
             check_finite(self.layer, k=k, v=v)
         end = start + k.shape[self.geometry.token_dim]
-        self._check_span(start, end)
-        if self._open is not None and start == self._open[1]:
+        if self._packs:
+            chunk = self.progress.shortest_chunk(start, end)
+            check_span(self.policy, self.geometry.frame_tokens, chunk)
+        if self.progress.open is not None and start == self.progress.open[1]:
             self.commit()
-        self._slide(end)
-        self.batch, self._open = k.shape[0], (start, end)
+        self._slide(self.progress.first_in_window(end))
+        self.batch, self.progress.open = k.shape[0], (start, end)
         for store, tensor in ((self.keys, k), (self.values, v)):
             self._fill(store, tensor, start, end)
-        if self.stats is not None:
+        if self.stats is not None and not observed:
             self.stats.begin_pass()
         self._account(transient=k.numel())
 
@@ -143,23 +141,18 @@ class LayerCache:
         Allocates, for one tensor at a time, the joined source of a span of several chunks, the
         codec's workspace and the payload. Dense tokens are released as soon as they are packed.
         """
-        if self._open is None:
+        if self.progress.open is None:
             return
-        start, end = self._open
-        pieces = self.policy.place(start, end, self._chunks, self._last_piece)
+        start, end = self.progress.open
+        pieces = self.progress.commit(self._packs)
         for store, codec in self._sides():
             self._append_pieces(store, codec, store.take_last(), pieces)
-        if not all(codec.is_dense for _, codec in self._sides()):
-            self._waiting += [piece for piece in pieces if not piece.kept_dense]
-        self._open, self._end, self._last_piece = None, end, pieces[-1]
-        self._last_tokens = end - start
-        self._chunks += 1
         # A chunk that is cut at a border is copied, one tensor at a time.
         self._account(0 if len(pieces) == 1 else self._dense_nbytes(end - start))
         if self.stats is not None:
             self.stats.end_chunk(pieces[-1].group)
         self._settle_queries()
-        for group in self.policy.ready(self._waiting, self._chunks - 1):
+        for group in self.policy.ready(self.progress.waiting, self.progress.chunks - 1):
             self._pack(group)
             self._settle_queries()
 
@@ -179,7 +172,7 @@ class LayerCache:
             return
         heads_first = self.keys.heads_first(q)
         count_nonfinite(heads_first, self.nonfinite_count)
-        self.stats.observe(heads_first, self._current_group())
+        self.stats.observe(heads_first, self.progress.current_group)
         self._account(self.stats.workspace_nbytes(heads_first))
 
     def read(self, out: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
@@ -190,23 +183,18 @@ class LayerCache:
         longer than T; then views of its front are returned.
         Raises ShapeError if `out` does not fit. Before any write T is 0 (and B is 1).
         """
-        ranges = self.spans()
-        tokens = sum(end - start for start, end in ranges)
-        batch = self.batch or 1
-        transient = decode_workspace_nbytes((*self.keys.segments, *self.values.segments))
-        if out is None:
-            out = self.geometry.empty(batch, tokens), self.geometry.empty(batch, tokens)
-            transient += 2 * self._dense_nbytes(tokens)
-        else:
-            out = check_pair("out", out)
-            self.geometry.check_out("out[0]", out[0], batch, tokens)
-            self.geometry.check_out("out[1]", out[1], batch, tokens)
-        k, v = (tensor.narrow(self.geometry.token_dim, 0, tokens) for tensor in out)
-        with full_precision(self.geometry.device):
-            self.keys.read_into(k, ranges)
-            self.values.read_into(v, ranges)
-        self.meter.transient(transient)
-        return k, v
+        return read(self, out)
+
+    def read_tensor(
+        self, name: str, ranges: Sequence[TokenRange], out: Tensor | None = None
+    ) -> Tensor:
+        """Keys (`name` "key") or values ("value") of token ranges, in the order given, dense.
+
+        For hosts that name the tokens they read, and read one tensor after the other. Memory as for
+        `read`: fresh [B, T, H, D] (or [B, H, T, D]), or the front of `out`.
+        Raises PositionError for tokens that are not held (see `held`), ShapeError, ConfigError.
+        """
+        return read_tensor(self, name, ranges, out)
 
     def attend(
         self,
@@ -229,8 +217,7 @@ class LayerCache:
 
     def spans(self) -> list[TokenRange]:
         """Token ranges that `read()` returns, in its order: the sink, then the window."""
-        end = self._end if self._open is None else self._open[1]
-        return list(self.policy.attended(end, self._window_start))
+        return self.progress.attended
 
     def status(self) -> LayerStatus:
         """Packed and dense tokens, and why the dense ones are dense."""
@@ -252,13 +239,55 @@ class LayerCache:
         self._forget()
         self._account()
 
+    @isolated
+    def evict(self, end: int) -> None:
+        """Release committed tokens before `end`, but for the sink: the window starts there.
+
+        A packed span is freed when all of its tokens have left. Nothing comes back. Without
+        effect where the window has moved further already.
+        """
+        self._slide(max(self.progress.window_start, min(end, self.progress.end)))
+
+    @isolated
+    def truncate(self, start: int) -> None:
+        """Forget the tokens from `start` on, for a host that writes them again; keeps statistics.
+
+        start: 0, or where a committed chunk ended and no packed span goes on; else PositionError.
+        Queries that were waiting for a span join the statistics.
+        """
+        crossed = any(s.start < start < s.end for store, _ in self._sides() for s in store.segments)
+        if crossed or not self.progress.can_truncate(start):
+            raise PositionError(
+                f"layer {self.layer}: truncate at token {start}: expected 0 or the end of a chunk "
+                "that no packed span crosses; span_chunks=1 packs every chunk by itself"
+            )
+        for store, _ in self._sides():
+            store.drop_where(lambda s: s.start >= start)
+        self.progress.truncate(start)
+        if self.stats is not None:
+            for group in self.stats.pending_groups:
+                self.stats.settle(group)
+        self._account()
+
+    def held(self) -> list[TokenRange]:
+        """Token ranges that are in memory, joined where they touch: what `read_tensor` can read."""
+        found: list[TokenRange] = []
+        for segment in self.keys.segments:
+            if found and found[-1][1] == segment.start:
+                found[-1] = (found[-1][0], segment.end)
+            else:
+                found.append((segment.start, segment.end))
+        return found
+
     def waiting_reason(self, token: int) -> str:
         """Why a committed token still waits to be packed."""
-        piece = next(piece for piece in self._waiting if piece.start <= token < piece.end)
-        group = [other for other in self._waiting if other.group == piece.group]
-        return self.policy.reason(piece, group, self._chunks - 1)
+        return self.progress.reason(token)
 
     # --- steps ------------------------------------------------------------------------------
+
+    @property
+    def _packs(self) -> bool:
+        return not (self.config.keys.is_dense and self.config.values.is_dense)
 
     def _sides(self) -> Iterator[tuple[TensorStore, CodecConfig]]:
         yield self.keys, self.config.keys
@@ -292,7 +321,7 @@ class LayerCache:
             if codec.is_dense:
                 reason = f"{store.name}s: method {codec.method}"
             elif piece.kept_dense:
-                reason = self.policy.reason(piece, (piece,), self._chunks)
+                reason = self.policy.reason(piece, (piece,), self.progress.chunks - 1)
             role = "dense" if reason else "waiting"
             store.append(Segment(piece.start, piece.end, rows, role, reason))
 
@@ -315,45 +344,14 @@ class LayerCache:
                 meter=self.meter,
             )
             self._account()
-        self._waiting = [piece for piece in self._waiting if piece not in group]
+        self.progress.packed(group)
         self.encoded_tokens += (end - start) * was_encoded
 
-    def _check_span(self, start: int, end: int) -> None:
-        """Raise ConfigError if the chunk [start, end) shows that no span is ever complete in time.
-
-        Chunk lengths may vary, and a first chunk often differs. So two in a row have to be too
-        long: the shorter one is taken as the length of all.
-        """
-        before = self._last_tokens
-        if self._open is not None and start == self._open[1]:
-            before = self._open[1] - self._open[0]
-        chunk = min(before, end - start)
-        longest = self.policy.longest_span(chunk) if chunk and end > self.policy.sink_tokens else 0
-        policy = self.config.policy
-        if not longest or policy.span_chunks <= longest:
+    def _slide(self, first: int) -> None:
+        """Release what lies before `first`, behind the sink."""
+        if first == self.progress.window_start:
             return
-        if all(codec.is_dense for _, codec in self._sides()):
-            return
-        frames = -(-policy.span_chunks * chunk // self.geometry.frame_tokens) + policy.sink_frames
-        raise ConfigError(
-            f"span_chunks is {policy.span_chunks} with chunks of {chunk} tokens: expected at most "
-            f"{longest} in a window of {policy.window_frames} frames of "
-            f"{self.geometry.frame_tokens} tokens, sink included, because chunks leave it before "
-            f"their span is complete; lower span_chunks or set window_frames={frames}"
-        )
-
-    def _slide(self, end: int) -> None:
-        """Release what leaves the window when the newest chunk ends at `end`.
-
-        The window never moves back past what was released: a shorter rewrite of the open chunk
-        must not ask for tokens that are gone. All of the open chunk is still held.
-        """
-        held = self._window_start if self._open is None else min(self._window_start, self._open[0])
-        first = max(held, self.policy.window_start(end))
-        if first == self._window_start:
-            return
-        lost = [p for p in self._waiting if self.policy.has_left(p.start, p.end, first)]
-        kept = [piece for piece in self._waiting if piece not in lost]
+        lost, kept = self.progress.leaving(first)
         if not self.encoded_tokens and self.policy.loses_a_span(lost, kept):
             policy = self.config.policy
             raise ConfigError(
@@ -361,9 +359,9 @@ class LayerCache:
                 f"window of {policy.window_frames} frames: chunks leave it before they are packed; "
                 "lower recent_keep or widen window_frames"
             )
-        self._waiting = kept
+        self.progress.packed(lost)
         self.dropped_dense_tokens += sum(piece.tokens for piece in lost)
-        self._window_start = first
+        self.progress.slide(first)
         for store, _ in self._sides():
             store.drop_where(
                 lambda s: s.role != "open" and self.policy.has_left(s.start, s.end, first)
@@ -371,16 +369,11 @@ class LayerCache:
         self._account()
         self._settle_queries()
 
-    def _current_group(self) -> int:
-        """Group of the open chunk's last piece, or of the next chunk's first one."""
-        start, end = self._open or (self._end, self._end + 1)
-        return self.policy.place(start, end, self._chunks, self._last_piece)[-1].group
-
     def _settle_queries(self) -> None:
         """Fold into M the queries of every group that nothing waits for any more."""
         if self.stats is None:
             return
-        needed = {piece.group for piece in self._waiting} | {self._current_group()}
+        needed = self.progress.needed_groups
         for group in self.stats.pending_groups:
             if group not in needed:
                 self.stats.settle(group)
