@@ -18,6 +18,7 @@ from tests.test_layout import LIBRARY, MODULES, PACKAGE, ROOT, short
 
 # A change here is a change of the public surface: CHANGELOG.md says so.
 PUBLIC = [
+    "AttachedCaches",
     "BackendUnavailable",
     "CacheConfig",
     "CachePolicy",
@@ -25,6 +26,7 @@ PUBLIC = [
     "CalibrationError",
     "CodecConfig",
     "ConfigError",
+    "HostError",
     "KVCache",
     "LayerCache",
     "NonFiniteError",
@@ -35,6 +37,7 @@ PUBLIC = [
     "ShapeError",
     "SpanKey",
     "SteadyKVError",
+    "attach",
     "decode",
     "encode",
     "explain",

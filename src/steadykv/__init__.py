@@ -16,12 +16,14 @@ if TYPE_CHECKING:
         BackendUnavailable,
         CalibrationError,
         ConfigError,
+        HostError,
         NonFiniteError,
         PayloadError,
         PositionError,
         ShapeError,
         SteadyKVError,
     )
+    from .hosts import AttachedCaches, attach
     from .ops import explain, use_backend
 
 __version__ = "0.1.0"
@@ -34,17 +36,20 @@ _HOMES = {
         "BackendUnavailable",
         "CalibrationError",
         "ConfigError",
+        "HostError",
         "NonFiniteError",
         "PayloadError",
         "PositionError",
         "ShapeError",
         "SteadyKVError",
     ),
+    "hosts": ("AttachedCaches", "attach"),
     "ops": ("explain", "use_backend"),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [
+    "AttachedCaches",
     "BackendUnavailable",
     "CacheConfig",
     "CachePolicy",
@@ -52,6 +57,7 @@ __all__ = [
     "CalibrationError",
     "CodecConfig",
     "ConfigError",
+    "HostError",
     "KVCache",
     "LayerCache",
     "NonFiniteError",
@@ -62,6 +68,7 @@ __all__ = [
     "ShapeError",
     "SpanKey",
     "SteadyKVError",
+    "attach",
     "decode",
     "encode",
     "explain",

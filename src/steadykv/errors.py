@@ -4,6 +4,7 @@ __all__ = [
     "BackendUnavailable",
     "CalibrationError",
     "ConfigError",
+    "HostError",
     "NonFiniteError",
     "PayloadError",
     "PositionError",
@@ -18,6 +19,10 @@ class SteadyKVError(Exception):
 
 class ConfigError(SteadyKVError, ValueError):
     """A configuration value, or a combination of values, that means nothing."""
+
+
+class HostError(SteadyKVError, TypeError):
+    """A model that no adapter knows, that has changed, or that uses its cache in another way."""
 
 
 class ShapeError(SteadyKVError, ValueError):

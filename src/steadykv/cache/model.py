@@ -23,7 +23,8 @@ class KVCache:
     num_layers, num_heads (KV heads H), head_dim (D), frame_tokens: from the host's configuration.
     config: codecs and policy. layout: "BSHD" or "BHSD". dtype: of the host's K and V, and of the
     dense tokens. device: where they are. debug: raise on NaN and Inf (syncs). calibration: for
-    codecs with levels="calibrated" (kvquant), with an entry for every layer.
+    codecs with levels="calibrated" (kvquant), with an entry for every layer. meter: shared by
+    caches whose peak is to be measured together.
 
         cache[i].write(k, v, start); cache[i].observe_queries(q); k, v = cache[i].read()
         cache.commit()                  # after the clean pass; or just write the next chunk
@@ -44,11 +45,12 @@ class KVCache:
         device: torch.device | str = "cpu",
         debug: bool = False,
         calibration: Calibration | None = None,
+        meter: MemoryMeter | None = None,
     ) -> None:
         if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
             raise ConfigError(f"num_layers is {num_layers!r}: expected a positive integer")
         self.config = config
-        self._meter = MemoryMeter()
+        self._meter = MemoryMeter() if meter is None else meter
         self._layers = tuple(
             LayerCache(
                 num_heads,

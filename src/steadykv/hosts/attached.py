@@ -1,0 +1,77 @@
+"""What `attach` hands out: the caches of a host, by guidance branch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from steadykv.cache import KVCache, Ledger
+from steadykv.cache.ledger import MemoryMeter
+
+__all__ = ["AttachedCaches"]
+
+
+class AttachedCaches:
+    """The caches of one host. They appear when the host makes its own, and stay readable later.
+
+        with skv.attach(pipeline, preset="quantwm") as caches:
+            video = pipeline(...)
+        print(caches.ledger())
+
+    branches: by name, "main" where there is only one. notes: what was warned of.
+    """
+
+    def __init__(self) -> None:
+        self.meter = MemoryMeter()
+        self.branches: dict[str, KVCache] = {}
+        self.notes: list[str] = []
+
+    def add(self, branch: str, cache: KVCache) -> None:
+        """Take a cache in; the one of that name before is forgotten."""
+        before = self.branches.pop(branch, None)
+        if before is not None:
+            for layer in before:
+                layer.reset()  # frees the tokens even if the host still holds its old list
+            self.meter.hold(-before.nbytes)
+        self.branches[branch] = cache
+
+    def __getitem__(self, branch: str) -> KVCache:
+        try:
+            return self.branches[branch]
+        except KeyError:
+            known = ", ".join(map(repr, self.branches)) or "none yet: the host has not run"
+            raise KeyError(f"no branch {branch!r}: expected one of {known}") from None
+
+    def __iter__(self) -> Iterator[KVCache]:
+        return iter(self.branches.values())
+
+    def __len__(self) -> int:
+        return len(self.branches)
+
+    def __repr__(self) -> str:
+        return f"AttachedCaches({', '.join(f'{k}: {v!r}' for k, v in self.branches.items())})"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now, of all branches."""
+        return sum(cache.nbytes for cache in self)
+
+    def ledger(self) -> Ledger:
+        """Bytes by layer and part of all branches; layers count on from branch to branch."""
+        layers = tuple(layer.ledger() for cache in self for layer in cache)
+        return Ledger(layers, self.meter.peak)
+
+    def commit(self) -> None:
+        """Commit the open chunk everywhere, as after the last chunk of a video."""
+        for cache in self:
+            cache.commit()
+
+    def reset(self) -> None:
+        """Forget all tokens and statistics."""
+        for cache in self:
+            cache.reset()
+        self.meter.restart_peak()
+
+    @property
+    def encoded_tokens(self) -> int:
+        """Tokens encoded since the last reset, each counted in every layer and branch."""
+        return sum(layer.encoded_tokens for cache in self for layer in cache)

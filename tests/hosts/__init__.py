@@ -1,0 +1,1 @@
+"""Small hosts of ours that keep the calling contracts of real ones, and what their tests share."""
