@@ -62,7 +62,6 @@ def _tokens(layer: LayerCache) -> Tokens:
     """The layer's tokens in the order of `spans()`, numbered from 0."""
     ranges = layer.spans()
     keys, values = (_found(store, ranges) for store in (layer.keys, layer.values))
-    segments = [s for store in (layer.keys, layer.values) for s, _, _ in store.overlaps(ranges)]
 
     def load(
         part: Heads, start: int, end: int, k_room: Tensor, v_room: Tensor
@@ -74,21 +73,23 @@ def _tokens(layer: LayerCache) -> Tokens:
         sum(end - start for start, end in ranges),
         layer.geometry.heads,
         layer.geometry.dtype,
-        all(s.payload is None or s.payload.can_split for s in segments),
-        len(segments),
+        all(found.can_split for found in (*keys, *values)),
+        len(keys) + len(values),
     )
 
 
 class _Found(NamedTuple):
     """Tokens of one segment: numbered start..end in the layer, and from `first` on in the segment.
 
-    data: [B, H, S, D] of a dense segment, or what decodes a packed one.
+    data: [B, H, S, D] of a dense segment, or what decodes a packed one. can_split: whether parts of
+    it can be loaded by themselves.
     """
 
     data: Tensor | Decoder
     start: int
     end: int
     first: int
+    can_split: bool
 
 
 def _found(store: TensorStore, ranges: Sequence[TokenRange]) -> list[_Found]:
@@ -97,14 +98,15 @@ def _found(store: TensorStore, ranges: Sequence[TokenRange]) -> list[_Found]:
     for segment, low, high in store.overlaps(ranges):
         payload, end = segment.payload, cursor + high - low
         data = store.heads_first(segment.tensor) if payload is None else payload.decoder()
-        found.append(_Found(data, cursor, end, low - segment.start))
+        can_split = payload is None or payload.can_split
+        found.append(_Found(data, cursor, end, low - segment.start, can_split))
         cursor = end
     return found
 
 
 def _load(found: list[_Found], part: Heads, start: int, end: int, room: Tensor) -> Tensor:
     """The tokens start..end in `room`, or where they lie, if that is one dense segment."""
-    for data, low, high, first in found:
+    for data, low, high, first, _ in found:
         begin, stop = max(low, start), min(high, end)
         if begin >= stop:
             continue

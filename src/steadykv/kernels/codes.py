@@ -12,10 +12,10 @@ import triton.language as tl
 from .numbers import nearest
 from .residual import word_places
 
-__all__ = ["above", "below", "clipped", "divisor", "rounded", "store_codes", "threshold"]
+__all__ = ["above", "clipped", "divisor", "rounded", "store_codes", "threshold"]
 
 # Makes every difference of a number and a threshold of 2^-25 or more 1 or more: the numbers next to
-# it are 2^-49 away. The same number, and its negative, are in the instructions below.
+# it are 2^-49 away. The same number is in the instruction below.
 _MAGNIFIED = tl.constexpr(2.0**50)
 
 
@@ -27,23 +27,6 @@ def above(value, limit, INTERPRET: tl.constexpr):
     else:
         result = tl.inline_asm_elementwise(
             "fma.rn.sat.f32 $0, $1, 0f58800000, $2;",
-            "=f,f,f",
-            [value, limit * -_MAGNIFIED],
-            dtype=tl.float32,
-            is_pure=True,
-            pack=1,
-        )
-    return result
-
-
-@triton.jit
-def below(value, limit, INTERPRET: tl.constexpr):
-    """1.0 where value < -limit, otherwise 0.0; limit >= 2^-25."""
-    if INTERPRET:
-        result = (value < -limit).to(tl.float32)
-    else:
-        result = tl.inline_asm_elementwise(
-            "fma.rn.sat.f32 $0, $1, 0fD8800000, $2;",
             "=f,f,f",
             [value, limit * -_MAGNIFIED],
             dtype=tl.float32,

@@ -14,7 +14,7 @@ from torch import Tensor
 from ..reference.group_quantize import group_dequantize
 from ..reference.group_quantize import group_quantize as _group_quantize
 from ..reference.pack import pack
-from .codes import above, below, clipped, divisor, rounded, store_codes, threshold
+from .codes import above, clipped, divisor, rounded, store_codes, threshold
 from .kmeans import subtract_centroids
 from .launch import Launch, blocks, interpreted, kind_of, on_device, power_of_two
 from .numbers import e4m3_byte, e4m3_rounded
@@ -188,8 +188,8 @@ def _symmetric_kernel(
         tl.atomic_add(p_counts + head, lost.to(tl.int64), sem="relaxed")
     if TOP == 1:  # one half is even's: 0
         half = (step * 0.5)[None, :, :, None, None]
-        even = above(even, half, INTERPRET) - below(even, half, INTERPRET)
-        odd = above(odd, half, INTERPRET) - below(odd, half, INTERPRET)
+        even = above(even, half, INTERPRET) - above(-even, half, INTERPRET)
+        odd = above(odd, half, INTERPRET) - above(-odd, half, INTERPRET)
     else:
         inverse = tl.div_rn(tl.full([1, 1], 1.0, tl.float32), step)[None, :, :, None, None]
         step = step[None, :, :, None, None]
