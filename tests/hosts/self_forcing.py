@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+GRID = (4, 4)  # rows and columns
 FRAME = 16  # tokens a frame
 HEADS, DIM = 2, 32
 LAYERS = 2
@@ -23,14 +24,31 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-def rotated(x: Tensor, start: int) -> Tensor:
-    """A rotary embedding over the token's absolute position, in FP64."""
-    half = x.shape[-1] // 2
-    positions = torch.arange(start, start + x.shape[1], dtype=torch.float64)
-    angles = positions[:, None] * 100.0 ** -(torch.arange(half, dtype=torch.float64) / half)
-    pairs = torch.view_as_complex(x.double().unflatten(-1, (half, 2)).contiguous())
-    turned = pairs * torch.polar(torch.ones_like(angles), angles)[None, :, None]
-    return torch.view_as_real(turned).flatten(-2).type_as(x)
+def rope_table() -> Tensor:
+    """Turns of positions 0 to 1023, complex [1024, D/2]: frames, rows and columns."""
+    angles = []
+    for pairs in (DIM // 2 - 2 * (DIM // 6), DIM // 6, DIM // 6):
+        speeds = 100.0 ** -(torch.arange(pairs, dtype=torch.float64) / pairs)
+        angles.append(torch.arange(1024, dtype=torch.float64)[:, None] * speeds)
+    joined = torch.cat(angles, 1)
+    return torch.polar(torch.ones_like(joined), joined)
+
+
+def causal_rope_apply(x: Tensor, grid_sizes: Tensor, freqs: Tensor, start_frame: int = 0) -> Tensor:
+    """x [B, S, H, D], turned by frame, row and column in FP64; as the attention module calls it."""
+    pairs = x.shape[3] // 2
+    over = freqs.split([pairs - 2 * (pairs // 3), pairs // 3, pairs // 3], dim=1)
+    turned = []
+    for row, (f, h, w) in zip(x, grid_sizes.tolist(), strict=True):
+        numbers = torch.view_as_complex(row.double().unflatten(-1, (pairs, 2)).contiguous())
+        turns = [
+            over[0][start_frame : start_frame + f, None, None].expand(f, h, w, -1),
+            over[1][None, :h, None].expand(f, h, w, -1),
+            over[2][None, None, :w].expand(f, h, w, -1),
+        ]
+        numbers = numbers * torch.cat(turns, -1).reshape(f * h * w, 1, pairs)
+        turned.append(torch.view_as_real(numbers).flatten(2))
+    return torch.stack(turned).type_as(x)
 
 
 class SelfAttention(nn.Module):
@@ -39,12 +57,15 @@ class SelfAttention(nn.Module):
         self.num_heads, self.head_dim = HEADS, DIM
         self.local_attn_size, self.sink_size = local_attn_size, sink_size
         self.max_attention_size = (21 if local_attn_size == -1 else local_attn_size) * FRAME
+        self.freqs = rope_table()
         width = HEADS * DIM
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
 
     def forward(self, x: Tensor, kv_cache: dict[str, Any], current_start: int) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (HEADS, DIM)) for f in (self.q, self.k, self.v))
-        q, k = rotated(q, current_start), rotated(k, current_start)
+        grid, frame = torch.tensor([[x.shape[1] // FRAME, *GRID]] * len(x)), current_start // FRAME
+        q = causal_rope_apply(q, grid, self.freqs, start_frame=frame).type_as(v)
+        k = causal_rope_apply(k, grid, self.freqs, start_frame=frame).type_as(v)
         sink = self.sink_size * FRAME
         end, new = current_start + q.shape[1], q.shape[1]
         size = kv_cache["k"].shape[1]

@@ -11,6 +11,7 @@ from steadykv.cache import LayerCache
 
 if TYPE_CHECKING:
     from steadykv.hosts.adapter import Session
+    from steadykv.hosts.before_rope import HostRotation
 
 __all__ = ["Readers", "observe_attention"]
 
@@ -24,17 +25,20 @@ class Readers:
     def __init__(self) -> None:
         self._keys: weakref.ref[Tensor] | None = None
         self._layer: LayerCache | None = None
+        self._rotation: HostRotation | None = None
 
-    def gave(self, keys: Tensor, layer: LayerCache) -> None:
-        """`keys` were read from `layer`."""
-        self._keys, self._layer = weakref.ref(keys), layer
+    def gave(self, keys: Tensor, layer: LayerCache, rotation: HostRotation | None = None) -> None:
+        """`keys` were read from `layer`, which stores them before that rotation."""
+        self._keys, self._layer, self._rotation = weakref.ref(keys), layer, rotation
 
-    def layer_of(self, keys: object) -> LayerCache | None:
-        """The layer that gave exactly this tensor, and has not been asked since."""
-        if self._keys is None or self._keys() is not keys:
-            return None
+    def show(self, queries: Tensor, keys: object) -> None:
+        """Let the layer that gave exactly these keys, if one did, observe queries, once."""
+        if self._keys is None or self._keys() is not keys or self._layer is None:
+            return
         self._keys = None
-        return self._layer
+        if self._rotation is not None:
+            queries = self._rotation.before(queries)
+        self._layer.observe_queries(queries)
 
 
 def observe_attention(
@@ -54,9 +58,8 @@ def observe_attention(
     def attention(original: Any, *args: Any, **kwargs: Any) -> Any:
         queries = args[0] if args else kwargs.get(q)
         keys = args[1] if len(args) > 1 else kwargs.get(k)
-        layer = readers.layer_of(keys)
-        if layer is not None and isinstance(queries, Tensor):
-            layer.observe_queries(queries)
+        if isinstance(queries, Tensor):
+            readers.show(queries, keys)
         return original(*args, **kwargs)
 
     session.patches.wrap(owner, name, attention)

@@ -13,6 +13,7 @@ import torch
 
 from steadykv.errors import ConfigError
 from steadykv.hosts.adapter import Adapter, Session
+from steadykv.hosts.before_rope import STORE_KEYS, HostRotation, stores_before_rope
 from steadykv.hosts.contract import module_of, need, need_arguments, need_function
 from steadykv.hosts.queries import observe_attention
 from steadykv.hosts.slices import SlicedLayer
@@ -20,6 +21,7 @@ from steadykv.hosts.slices import SlicedLayer
 __all__ = ["ADAPTERS"]
 
 TITLE = "Self-Forcing"
+ROPE = "causal_rope_apply"
 # Branch -> the pipeline's attribute that holds its list.
 LISTS = {"main": "kv_cache1", "positive": "kv_cache_pos", "negative": "kv_cache_neg"}
 
@@ -58,6 +60,7 @@ def check(host: Any) -> None:
     for name in ("num_heads", "head_dim", "local_attn_size", "sink_size", "max_attention_size"):
         need(TITLE, attention, name, int)
     need_function(TITLE, module_of(attention), "attention")
+    need_function(TITLE, module_of(attention), ROPE)
 
 
 def checked_window(frames: Any, local: int) -> int:
@@ -92,6 +95,10 @@ def install(session: Session, host: Any) -> None:
                 )
             session.patches.set(host, name, None)
 
+    rotation = None
+    if stores_before_rope(session):
+        rotation = HostRotation(session.patches, module_of(attention), ROPE, frame_tokens)
+
     def entries(branch: str, batch: int, dtype: torch.dtype, device: Any) -> list[IndexedEntry]:
         cache = session.build(
             branch,
@@ -104,7 +111,7 @@ def install(session: Session, host: Any) -> None:
             window_frames=window,
             sink_frames=attention.sink_size,
         )
-        sides = (SlicedLayer(layer, batch, session.readers) for layer in cache)
+        sides = (SlicedLayer(layer, batch, session.readers, rotation=rotation) for layer in cache)
         return [IndexedEntry(side, side.layer.geometry.device) for side in sides]
 
     def initialize(_original: Any, batch_size: int, dtype: torch.dtype, device: Any) -> None:
@@ -126,7 +133,8 @@ ADAPTERS = (
         check=check,
         install=install,
         options={
-            "window_frames": "attended frames of a host without a window, whose own limit is 21"
+            "window_frames": "attended frames of a host without a window, whose own limit is 21",
+            **STORE_KEYS,
         },
         aliases=("causal-forcing", "causal-forcing-chunkwise", "causal-forcing-framewise"),
     ),

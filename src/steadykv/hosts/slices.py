@@ -14,6 +14,7 @@ from torch import Tensor
 from steadykv.cache import LayerCache
 from steadykv.cache.policy import TokenRange
 from steadykv.errors import HostError, PositionError
+from steadykv.hosts.before_rope import HostRotation
 from steadykv.hosts.queries import Readers
 
 __all__ = ["CAPACITY", "SlicedLayer", "SlicedTensor"]
@@ -28,14 +29,21 @@ class SlicedLayer:
     batch: B of the tensors. substitutes: a slice [a, b) with a > 0 means the sink and then
     [a + sink, b), which is what the host's own buffer would hold there; without, the tokens [a, b)
     themselves, for hosts that fetch their sink by a slice of its own.
+    rotation: the host's rotary embedding, where keys are to be stored before it.
     A write at token 0 behind other tokens starts over, as a new prompt does.
     """
 
     def __init__(
-        self, layer: LayerCache, batch: int, readers: Readers, *, substitutes: bool = True
+        self,
+        layer: LayerCache,
+        batch: int,
+        readers: Readers,
+        *,
+        substitutes: bool = True,
+        rotation: HostRotation | None = None,
     ) -> None:
         self.layer, self.batch, self.readers = layer, batch, readers
-        self.substitutes = substitutes
+        self.substitutes, self.rotation = substitutes, rotation
         self.k, self.v = SlicedTensor(self, "key"), SlicedTensor(self, "value")
         self._half: tuple[str, int, Tensor] | None = None
 
@@ -54,6 +62,9 @@ class SlicedLayer:
         k, v = (first_tensor, tensor) if first == "key" else (tensor, first_tensor)
         if start == 0 and self._has_older():
             self.layer.reset()
+        if self.rotation is not None:
+            self.rotation.check(k, start)
+            k = self.rotation.before(k)
         self.layer.write(k, v, start)
 
     def read(self, name: str, start: int, end: int) -> Tensor:
@@ -63,9 +74,12 @@ class SlicedLayer:
                 f"layer {self.layer.layer}: read of tokens {start} to {end} between the two writes "
                 "of a chunk: expected its other tensor first"
             )
-        found = self.layer.read_tensor(name, self.ranges(start, end))
+        ranges = self.ranges(start, end)
+        found = self.layer.read_tensor(name, ranges)
         if name == "key":
-            self.readers.gave(found, self.layer)
+            if self.rotation is not None:
+                self.rotation.turn(found, ranges)
+            self.readers.gave(found, self.layer, self.rotation)
         return found
 
     def ranges(self, start: int, end: int) -> list[TokenRange]:
