@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from steadykv.cache import LayerCache
+from steadykv.hosts.packed_window import PackedWindow
 
 if TYPE_CHECKING:
     from steadykv.hosts.adapter import Session
@@ -42,24 +43,35 @@ class Readers:
 
 
 def observe_attention(
-    session: Session, owner: Any, name: str, *, q: str = "q", k: str = "k"
+    session: Session, owner: Any, name: str, names: tuple[str, str, str] = ("q", "k", "v")
 ) -> None:
     """Let `owner.name(q, k, v, ...)` show its queries to the layer that its keys came from.
 
     owner: the module whose attention code calls the function by that name, or any object that has
     it. Calls with keys of another origin (cross-attention, other models) pass through.
-    q, k: the names of the first two arguments, where a host passes them by name.
-    Without effect where the codecs read no queries.
+    names: of the first three arguments, where a host passes them by name.
+    Where keys and values are all that a layer attends to, and still packed (`PackedWindow`),
+    attention is computed from the packed cache; they are decoded where the host passes more than
+    three arguments, as for a mask.
     """
-    if not session.needs_queries:
-        return
-    readers = session.readers
 
     def attention(original: Any, *args: Any, **kwargs: Any) -> Any:
-        queries = args[0] if args else kwargs.get(q)
-        keys = args[1] if len(args) > 1 else kwargs.get(k)
-        if isinstance(queries, Tensor):
-            readers.show(queries, keys)
-        return original(*args, **kwargs)
+        found = {**dict(zip(names, args, strict=False)), **kwargs}
+        queries, keys, values = (found.get(name) for name in names)
+        if not isinstance(keys, PackedWindow):
+            if isinstance(queries, Tensor):
+                session.readers.show(queries, keys)
+            return original(*args, **kwargs)
+        assert isinstance(queries, Tensor)
+        keys.layer.observe_queries(queries)
+        if len(found) == 3 == len(args) + len(kwargs) and keys.can_attend(values):
+            return keys.layer.attend(queries)
+        session.warn(
+            "attention is called with more than queries, keys and values, or with a part of them: "
+            "they are decoded for it, as with attention='dense'"
+        )
+        dense = (x.dense() if isinstance(x, PackedWindow) else x for x in args)
+        named = {n: x.dense() if isinstance(x, PackedWindow) else x for n, x in kwargs.items()}
+        return original(*dense, **named)
 
     session.patches.wrap(owner, name, attention)

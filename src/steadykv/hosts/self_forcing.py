@@ -15,6 +15,7 @@ from steadykv.errors import ConfigError
 from steadykv.hosts.adapter import Adapter, Session
 from steadykv.hosts.before_rope import STORE_KEYS, HostRotation, stores_before_rope
 from steadykv.hosts.contract import module_of, need, need_arguments, need_function
+from steadykv.hosts.packed_window import ATTENTION, attends_packed
 from steadykv.hosts.queries import observe_attention
 from steadykv.hosts.slices import SlicedLayer
 
@@ -95,7 +96,7 @@ def install(session: Session, host: Any) -> None:
                 )
             session.patches.set(host, name, None)
 
-    rotation = None
+    rotation, packed = None, attends_packed(session)
     if stores_before_rope(session):
         rotation = HostRotation(session.patches, module_of(attention), ROPE, frame_tokens)
 
@@ -111,7 +112,10 @@ def install(session: Session, host: Any) -> None:
             window_frames=window,
             sink_frames=attention.sink_size,
         )
-        sides = (SlicedLayer(layer, batch, session.readers, rotation=rotation) for layer in cache)
+        sides = (
+            SlicedLayer(layer, batch, session.readers, rotation=rotation, packed=packed)
+            for layer in cache
+        )
         return [IndexedEntry(side, side.layer.geometry.device) for side in sides]
 
     def initialize(_original: Any, batch_size: int, dtype: torch.dtype, device: Any) -> None:
@@ -135,6 +139,7 @@ ADAPTERS = (
         options={
             "window_frames": "attended frames of a host without a window, whose own limit is 21",
             **STORE_KEYS,
+            **ATTENTION,
         },
         aliases=("causal-forcing", "causal-forcing-chunkwise", "causal-forcing-framewise"),
     ),

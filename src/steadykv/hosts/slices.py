@@ -15,6 +15,7 @@ from steadykv.cache import LayerCache
 from steadykv.cache.policy import TokenRange
 from steadykv.errors import HostError, PositionError
 from steadykv.hosts.before_rope import HostRotation
+from steadykv.hosts.packed_window import PackedWindow
 from steadykv.hosts.queries import Readers
 
 __all__ = ["CAPACITY", "SlicedLayer", "SlicedTensor"]
@@ -29,7 +30,8 @@ class SlicedLayer:
     batch: B of the tensors. substitutes: a slice [a, b) with a > 0 means the sink and then
     [a + sink, b), which is what the host's own buffer would hold there; without, the tokens [a, b)
     themselves, for hosts that fetch their sink by a slice of its own.
-    rotation: the host's rotary embedding, where keys are to be stored before it.
+    rotation: the host's rotary embedding, where keys are to be stored before it. packed: give out
+    `PackedWindow`s, for a host whose attention is watched by `observe_attention`.
     A write at token 0 behind other tokens starts over, as a new prompt does.
     """
 
@@ -41,9 +43,10 @@ class SlicedLayer:
         *,
         substitutes: bool = True,
         rotation: HostRotation | None = None,
+        packed: bool = False,
     ) -> None:
         self.layer, self.batch, self.readers = layer, batch, readers
-        self.substitutes, self.rotation = substitutes, rotation
+        self.substitutes, self.rotation, self.packed = substitutes, rotation, packed
         self.k, self.v = SlicedTensor(self, "key"), SlicedTensor(self, "value")
         self._half: tuple[str, int, Tensor] | None = None
 
@@ -67,7 +70,7 @@ class SlicedLayer:
             k = self.rotation.before(k)
         self.layer.write(k, v, start)
 
-    def read(self, name: str, start: int, end: int) -> Tensor:
+    def read(self, name: str, start: int, end: int) -> Tensor | PackedWindow:
         """Tokens that the slice [start, end) of the host's buffer would hold, in fresh memory."""
         if self._half is not None:
             raise PositionError(
@@ -75,6 +78,8 @@ class SlicedLayer:
                 "of a chunk: expected its other tensor first"
             )
         ranges = self.ranges(start, end)
+        if self.packed:
+            return PackedWindow(self.layer, name, ranges)
         found = self.layer.read_tensor(name, ranges)
         if name == "key":
             if self.rotation is not None:
@@ -129,7 +134,7 @@ class SlicedTensor:
     def __len__(self) -> int:
         return self._side.batch
 
-    def __getitem__(self, key: Any) -> Tensor:
+    def __getitem__(self, key: Any) -> Tensor | PackedWindow:
         start, end = self._tokens(key)
         return self._side.read(self._name, start, end)
 
