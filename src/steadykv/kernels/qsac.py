@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..reference import qsac as reference
 from .launch import blocks, interpreted, on_device, power_of_two, shared_memory, tile_width
-from .networks import joined, least_in_lanes, merged
+from .networks import joined, least_in_lanes, merged, sortable, unsorted
 
 __all__ = ["query_metric", "select_centroids"]
 
@@ -199,7 +199,8 @@ def _near_kernel(
     m_s = first + o_s < tokens
     p_x += (i_n * tokens + first) * WIDTH
     p_weighted += i_n * PARTS * CLUSTERS * WIDTH
-    b_x = _tokens(p_x, m_s, 0, WIDTH, BLOCK_S, BLOCK_K, INTERPRETED)
+    if TILES == 1:
+        b_x = _tokens(p_x, m_s, 0, WIDTH, BLOCK_S, BLOCK_K, INTERPRETED)
     # The least so far in the first half, those of one round in the second.
     b_value = tl.full([BLOCK_S, 2 * BLOCK_M], float("inf"), tl.float32)
     b_index = tl.zeros([BLOCK_S, 2 * BLOCK_M], tl.int32)
@@ -209,21 +210,18 @@ def _near_kernel(
             o_c = (round * CHUNKS + chunk) * BLOCK_C + o_place
             m_c = o_c < CLUSTERS
             b_dot = tl.zeros([BLOCK_S, BLOCK_C], tl.float32)
-            for i in tl.static_range(PARTS * TILES):
-                if TILES > 1:
+            p_mu = p_weighted + o_c[None, :] * WIDTH
+            if TILES == 1:
+                for part in tl.static_range(PARTS):
+                    b_dot = _more(b_dot, b_x, p_mu + part * (CLUSTERS * WIDTH), 0, m_c,
+                                  WIDTH, BLOCK_K, INTERPRETED)  # fmt: skip
+            else:
+                for i in range(PARTS * TILES):
                     b_x = _tokens(p_x, m_s, i % TILES, WIDTH, BLOCK_S, BLOCK_K, INTERPRETED)
-                o_d = i % TILES * BLOCK_K + tl.arange(0, BLOCK_K)
-                b_mu = tl.load(
-                    p_weighted + i // TILES * (CLUSTERS * WIDTH) + o_c[None, :] * WIDTH
-                    + o_d[:, None],
-                    mask=m_c[None, :] & (o_d < WIDTH)[:, None],
-                    other=0.0,
-                )  # fmt: skip
-                if INTERPRETED:
-                    b_mu = b_mu.to(tl.float32)
-                b_dot = tl.dot(b_x, b_mu, b_dot, input_precision="tf32x3")
+                    b_dot = _more(b_dot, b_x, p_mu + i // TILES * (CLUSTERS * WIDTH), i % TILES,
+                                  m_c, WIDTH, BLOCK_K, INTERPRETED)  # fmt: skip
             b_square = tl.load(p_square + i_n * CLUSTERS + o_c, mask=m_c, other=float("inf"))
-            b_key = _sortable(b_square[None, :] - 2 * b_dot)
+            b_key = sortable(b_square[None, :] - 2 * b_dot)
             b_key = (b_key & -CODES) | (chunk * (BLOCK_C // 4) + o_code)[None, :]
             found = least_in_lanes(b_key, BLOCK_S, BLOCK_C, BLOCK_M, STEPS)
             if chunk == 0:
@@ -239,7 +237,7 @@ def _near_kernel(
             b_least = tl.where(is_chosen, 0x7FFFFFFF, b_least)
             b_id = round * (CHUNKS * BLOCK_C) + (b_key & (CODES - 1)) * 4 + b_at // BLOCK_M
             is_column = o_m == (m if round == 0 else BLOCK_M + m)
-            b_value = tl.where(is_column, _unsorted(b_key & -CODES)[:, None], b_value)
+            b_value = tl.where(is_column, unsorted(b_key & -CODES)[:, None], b_value)
             b_index = tl.where(is_column, b_id[:, None], b_index)
         if round > 0:
             b_old, b_of = b_value, b_index
@@ -278,15 +276,23 @@ def _tokens(
 
 
 @triton.jit
-def _sortable(x):
-    """An int32 that is in the order of FP32 x."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _unsorted(key):
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+def _more(
+    b_dot,
+    b_x,
+    p_mu,
+    tile,
+    m_c,
+    WIDTH: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """`b_dot` and the products of one tile of channels with `p_mu` [1, centroids]."""
+    o_d = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = m_c[None, :] & (o_d < WIDTH)[:, None]
+    b_mu = tl.load(p_mu + o_d[:, None], mask=mask, other=0.0)
+    if INTERPRETED:
+        b_mu = b_mu.to(tl.float32)
+    return tl.dot(b_x, b_mu, b_dot, input_precision="tf32x3")
 
 
 @triton.jit(do_not_specialize=["tokens"])
