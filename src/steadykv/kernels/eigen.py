@@ -10,6 +10,8 @@ instead of sums through shared memory.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -27,6 +29,8 @@ LARGE_BLOCK_BYTES = 172 << 10  # shared memory of D over 128, or of 32 vectors; 
 def can_iterate(moment: Tensor, rank: int) -> bool:
     """Whether `strongest` takes this rank and width on this device."""
     width = moment.shape[-1]
+    if moment.is_cuda and not _multiplies_doubles(moment.get_device()):
+        return False
     is_large = width > 128 or block_of(rank) > 16
     if is_large and shared_memory(moment.device) < LARGE_BLOCK_BYTES:
         return False
@@ -67,6 +71,12 @@ def strongest(moment: Tensor, count: Tensor, rank: int) -> tuple[Tensor, Tensor,
                 enable_fp_fusion=False,
             )
     return vectors, values, active, failed
+
+
+@cache
+def _multiplies_doubles(index: int) -> bool:
+    """Triton cannot compile such products of FP64 for compute capability 10."""
+    return torch.cuda.get_device_capability(index)[0] != 10
 
 
 def block_of(rank: int) -> int:
