@@ -57,14 +57,15 @@ class Launch:
         found = self.compiled.get(kind)
         if found is not None:
             hooks = triton.knobs.runtime
-            if hooks.launch_enter_hook is not None:  # a profiler wants more of it
+            enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+            # A profiler, in a chain that is empty without one, wants to know more of it.
+            if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
                 found[grid](*arguments)
                 return
             stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
             found.run(
-                *grid, stream, found.function, found.packed_metadata, None, None,
-                hooks.launch_exit_hook, *arguments,
-            )  # fmt: skip
+                *grid, stream, found.function, found.packed_metadata, None, None, None, *arguments
+            )
             return
         # None where it is interpreted.
         self.compiled[kind] = self.kernel[grid](*arguments, **self.options)
