@@ -35,7 +35,7 @@ def on_device(tensor: Tensor) -> Any:
     """Launches inside go to the device of `tensor`, whichever is current."""
     if not tensor.is_cuda:
         return _HERE
-    if torch.compiler.is_compiling() or tensor.get_device() != torch.cuda.current_device():
+    if torch.compiler.is_compiling() or tensor.get_device() != torch._C._cuda_getDevice():
         return torch.cuda.device(tensor.device)
     return _HERE  # entering the current device again would take as long as a small op
 
