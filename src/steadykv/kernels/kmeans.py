@@ -129,18 +129,13 @@ def subtract_centroids(
         return _subtract(x.float(), centroids, ids, rounded)
     heads, tokens, width = x.shape
     out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
+    inputs = (x, centroids.contiguous(), ids.contiguous())
+    constants = (centroids.shape[1], width, tile_width(width), ROWS)
     with on_device(x):
-        _leave[blocks(tokens, ROWS), heads](
-            x,
-            centroids.contiguous(),
-            ids.contiguous(),
-            out,
-            tokens,
-            centroids.shape[1],
-            width,
-            tile_width(width),
-            ROWS,
-        )
+        _leave(
+            kind_of(*inputs, constants=constants), (blocks(tokens, ROWS), heads, 1),
+            *inputs, out, tokens, *constants,
+        )  # fmt: skip
     return out
 
 
@@ -257,7 +252,7 @@ def residual_tile(
 
 
 @triton.jit(do_not_specialize=["tokens"])
-def _leave(
+def _leave_kernel(
     x,
     centroids,
     ids,
@@ -277,3 +272,4 @@ _nearest = Launch(nearest_kernel, ASSIGN_WARPS)
 _sums = Launch(sums_kernel, SUM_WARPS)
 _counts = Launch(counts_kernel, 4)
 _divide = Launch(divide_kernel, 4)
+_leave = Launch(_leave_kernel, 4)
