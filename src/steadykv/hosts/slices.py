@@ -29,7 +29,10 @@ class SlicedLayer:
     [a + sink, b), which is what the host's own buffer would hold there; without, the tokens [a, b)
     themselves, for hosts that fetch their sink by a slice of its own.
     A write at token 0 behind other tokens starts over, as a new prompt does.
+    observed: of a host that writes after it attended, see `LayerCache.write`.
     """
+
+    observed = False
 
     def __init__(
         self, layer: LayerCache, batch: int, readers: Readers, *, substitutes: bool = True
@@ -54,7 +57,7 @@ class SlicedLayer:
         k, v = (first_tensor, tensor) if first == "key" else (tensor, first_tensor)
         if start == 0 and self._has_older():
             self.layer.reset()
-        self.layer.write(k, v, start)
+        self.layer.write(k, v, start, observed=self.observed)
 
     def read(self, name: str, start: int, end: int) -> Tensor:
         """Tokens that the slice [start, end) of the host's buffer would hold, in fresh memory."""
