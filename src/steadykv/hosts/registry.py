@@ -17,6 +17,7 @@ _MODULES = (
     "self_forcing",
     "causal_forcing_rolling",
     "fastvideo",
+    "longlive2",
 )  # fmt: skip
 
 
