@@ -124,7 +124,8 @@ def gpus() -> tuple[Gpu, ...]:
 
 def find_model(name: str) -> Model:
     """The model of that name or alias; else ConfigError with those that are spelled alike."""
-    return _find("model", name, models(), [(model.id, *model.aliases) for model in models()])
+    named = [(model.id, model.title, *model.aliases) for model in models()]
+    return _find("model", name, models(), named)
 
 
 def find_gpu(name: str | float) -> Gpu:
@@ -142,7 +143,7 @@ def find_gpu(name: str | float) -> Gpu:
 
 
 def find_resolution(model: Model, text: str | None) -> str:
-    """A resolution of the model: "480p", "480x832", "832x480", "480p 16:9"; else ConfigError."""
+    """A resolution of the model: "480p", "480x832", "832x480", "16:9"; else ConfigError."""
     if text is None:
         return model.default_resolution
     known = list(model.frame_tokens)
@@ -150,7 +151,8 @@ def find_resolution(model: Model, text: str | None) -> str:
     sizes = {name: _sides(name) for name in known}
     sides = _sides(wanted)
     for name in known:
-        if wanted == _plain(name) or (sides is not None and sides == sizes[name]):
+        is_named = wanted in (_plain(name), _plain(name.split()[-1]))
+        if is_named or (sides is not None and sides == sizes[name]):
             return name
     height = re.fullmatch(r"(\d+)p", wanted)
     short = int(height[1]) if height else 0

@@ -146,8 +146,8 @@ def plan(
 
     model, gpu: names as people write them; a number is a GPU of so many GiB. frames: of the video.
     resolution: "480p", "480x832"; the model's own by default. presets: names or KEYS:VALUES, or
-    configurations; all that need no calibration by default. span_chunks, centroids: for all of
-    them. attention: "dense" decodes one layer's window for the host, "packed" is
+    configurations; by default all that need no calibration and whose own policy suits the window.
+    span_chunks, centroids: for all of them. attention: "dense" decodes one layer's window for the host, "packed" is
     `LayerCache.attend`. condition_frames: of a model whose cache is made of them.
     window_latents (0: none), sink_latents, chunk_latents, frame_tokens, branches: in place of the
     model's own. shards: GPUs that split its heads; bytes are those of one. weights_gib, or
@@ -195,15 +195,23 @@ def plan(
     if cached is None:
         chunks = changed.chunks(latents)
         latents = changed.latents_of(chunks)
-    rows = []
+    rows: list[MethodPlan] = []
+    left_out: list[str] = []
     for config in _configs(presets, span_chunks, centroids):
-        found = need(setting, config, chunks, cached)
+        try:
+            found = need(setting, config, chunks, cached)
+        except ConfigError as error:
+            if presets is not None or PRESETS[config.name][2] == {}:
+                raise  # not for the policy of a preset that nobody asked for
+            left_out.append(f"left out: {config.name} ({error})")
+            continue
         limit = None
         if device is not None:
             limit = longest(setting, config, device.nbytes - fixed, cached)
         taken = fixed + found.peak
         free = None if device is None else device.nbytes - taken
         rows.append(_row(config.name, found, changed, taken, free, limit, rate))
+    room = None if device is None else device.nbytes - fixed
     return Plan(
         model=changed,
         resolution=place,
@@ -222,7 +230,7 @@ def plan(
         dense_caches_bytes=dense_caches,
         other_bytes=other,
         methods=tuple(rows),
-        notes=_notes(known, fps is None, None if device is None else device.nbytes - fixed),
+        notes=(*_notes(known, fps is None, room), *left_out),
     )
 
 
