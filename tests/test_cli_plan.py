@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
+from pathlib import Path
 
 import pytest
 
 from steadykv.cli.main import main
+
+ROOT = Path(__file__).resolve().parent.parent
+SHOWN = re.compile(r"^```console\n\$ steadykv (plan [^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 ASKED = ["plan", "--model", "lingbot-v2", "--frames", "93", "--resolution", "480p"]
 
@@ -24,7 +30,7 @@ def test_a_plan_fits_the_terminal(
     assert any(line.startswith(" quantwm ") and "fits, " in line for line in lines)
     assert any(line.startswith(" bf16 ") and "too much" in line for line in lines)
     assert "weights 13.039 GiB, assumed: 14e9 parameters" in shown.out
-    assert ("packed" in shown.out) == (width == 140)
+    assert ("packing" in shown.out) == (width == 140)
     assert shown.err == ""
 
 
@@ -83,3 +89,19 @@ def test_a_mistake_gets_one_line_and_code_two(
     assert shown.err.count("\n") == 1
     assert shown.err.startswith("steadykv: ")
     assert message in shown.err
+
+
+@pytest.mark.parametrize(("page", "count"), [("README.md", 1), ("docs/plan.md", 3)])
+def test_pages_show_what_the_command_prints(
+    page: str,
+    count: int,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    shown = SHOWN.findall((ROOT / page).read_text(encoding="utf-8"))
+    assert len(shown) == count
+    for command, text in shown:
+        assert main(shlex.split(command)) == 0
+        printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+        assert printed == text.splitlines()

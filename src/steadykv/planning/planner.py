@@ -147,8 +147,8 @@ def plan(
     model, gpu: names as people write them; a number is a GPU of so many GiB. frames: of the video.
     resolution: "480p", "480x832"; the model's own by default. presets: names or KEYS:VALUES, or
     configurations; by default all that need no calibration and whose own policy suits the window.
-    span_chunks, centroids: for all of them. attention: "dense" decodes one layer's window for the host, "packed" is
-    `LayerCache.attend`. condition_frames: of a model whose cache is made of them.
+    span_chunks, centroids: for all of them. attention: "dense" decodes one layer's window for the
+    host, "packed" is `LayerCache.attend`. condition_frames: of a model that caches those alone.
     window_latents (0: none), sink_latents, chunk_latents, frame_tokens, branches: in place of the
     model's own. shards: GPUs that split its heads; bytes are those of one. weights_gib, or
     parameters times the bytes of weight_dtype: in place of the number in the model's name, on every

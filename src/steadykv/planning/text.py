@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from steadykv.planning.catalog import GIB
@@ -9,16 +10,20 @@ from steadykv.planning.planner import MethodPlan, Plan
 
 __all__ = ["Column", "columns", "gib", "heading", "plain", "verdict"]
 
-NARROW = 100  # columns of a terminal below which only the main columns are shown
+GAP = 2  # characters between columns
 
 
 @dataclass(frozen=True)
 class Column:
-    """A column of the table. is_main: whether narrow terminals show it too."""
+    """A column of the table. rank: those with the highest are left out where room is short."""
 
     title: str
     cells: tuple[str, ...]
-    is_main: bool = True
+    rank: int = 0
+
+    @property
+    def width(self) -> int:
+        return max(map(len, (self.title, *self.cells)))
 
 
 def heading(plan: Plan) -> list[str]:
@@ -50,35 +55,38 @@ def heading(plan: Plan) -> list[str]:
     if plan.gpu is not None:
         lines.append(f"{plan.gpu.title}: {gib(plan.gpu.nbytes)} GiB ({plan.gpu.source})")
         lines.append("In GiB; longest video that fits: latent frames, frames, seconds.")
+    else:
+        lines.append("In GiB.")
     return lines
 
 
 def columns(plan: Plan, width: int) -> list[Column]:
     """The table, all sizes in GiB; `width` is that of the terminal in characters."""
     rows = plan.methods
-    has_gpu = plan.gpu is not None
-    packed = plan.attention == "packed"
+    is_packed = plan.attention == "packed"
+    read = [row.attend_bytes if is_packed else row.window_bytes for row in rows]
     found = [
         Column("cache", tuple(row.method for row in rows)),
-        Column("bits", tuple(f"{row.bits_per_element:.3f}" for row in rows), is_main=not has_gpu),
-        Column("packed", tuple(gib(row.payload_bytes) for row in rows), is_main=not has_gpu),
-        Column("dense", tuple(gib(row.dense_bytes) for row in rows), is_main=not has_gpu),
-        Column("queries", tuple(gib(row.statistics_bytes) for row in rows), is_main=False),
-        Column("held", tuple(gib(row.resident_bytes) for row in rows)),
-        Column("smaller", tuple(f"{row.compression:.2f}×" for row in rows), is_main=not has_gpu),
-        Column(
-            "attend" if packed else "window",
-            tuple(gib(row.attend_bytes if packed else row.window_bytes) for row in rows),
-            is_main=False,
-        ),
-        Column("packing", tuple(gib(row.encode_bytes) for row in rows), is_main=False),
-        Column("peak", tuple(gib(row.cache_peak_bytes) for row in rows)),
+        Column("bits", tuple(f"{row.bits_per_element:.3f}" for row in rows), 4),
+        _sizes("packed", (row.payload_bytes for row in rows), 1),
+        _sizes("dense", (row.dense_bytes for row in rows), 2),
+        _sizes("queries", (row.statistics_bytes for row in rows), 5),
+        _sizes("held", (row.resident_bytes for row in rows)),
+        Column("smaller", tuple(f"{row.compression:.2f}×" for row in rows), 3),
+        _sizes("attend" if is_packed else "window", read, 6),
+        _sizes("packing", (row.encode_bytes for row in rows), 7),
+        _sizes("peak", (row.cache_peak_bytes for row in rows)),
     ]
-    if has_gpu:
-        found.append(Column("total", tuple(gib(row.total_bytes) for row in rows)))
+    if plan.gpu is not None:
+        found.append(_sizes("total", (row.total_bytes for row in rows)))
         found.append(Column("verdict", tuple(verdict(row) for row in rows)))
         found.append(Column("longest video", tuple(_longest(row) for row in rows)))
-    return [column for column in found if column.is_main or width >= NARROW]
+    while sum(column.width + GAP for column in found) > width:
+        least = max(found, key=lambda column: column.rank)
+        if not least.rank:
+            break
+        found.remove(least)
+    return found
 
 
 def verdict(row: MethodPlan) -> str:
@@ -92,20 +100,24 @@ def verdict(row: MethodPlan) -> str:
 def plain(plan: Plan, width: int = 140) -> str:
     """The plan as text."""
     table = columns(plan, width)
-    widths = [max(map(len, (column.title, *column.cells))) for column in table]
+    widths = [column.width for column in table]
     lines = [*heading(plan), ""]
     for cells in zip(*((column.title, *column.cells) for column in table), strict=True):
         padded = [
             cell.ljust(size) if index == 0 else cell.rjust(size)
             for index, (cell, size) in enumerate(zip(cells, widths, strict=True))
         ]
-        lines.append("  ".join(padded).rstrip())
+        lines.append((" " * GAP).join(padded).rstrip())
     return "\n".join([*lines, "", *plan.notes])
 
 
 def gib(nbytes: int) -> str:
     """ "3.625", without the unit."""
     return f"{nbytes / GIB:.3f}"
+
+
+def _sizes(title: str, sizes: Iterable[int], rank: int = 0) -> Column:
+    return Column(title, tuple(map(gib, sizes)), rank)
 
 
 def _longest(row: MethodPlan) -> str:
