@@ -26,7 +26,7 @@ LAYERS = (
     {"codecs"},
     {"cache"},
     {"capture"},
-    {"hosts", "world"},
+    {"hosts", "planning", "world"},
     {"evaluation"},
     {"report"},
     {"cli"},

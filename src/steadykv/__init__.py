@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     )
     from .hosts import AttachedCaches, attach
     from .ops import explain, use_backend
+    from .planning import Plan, plan
 
 __version__ = "0.1.0"
 
@@ -45,6 +46,7 @@ _HOMES = {
     ),
     "hosts": ("AttachedCaches", "attach"),
     "ops": ("explain", "use_backend"),
+    "planning": ("Plan", "plan"),
 }
 _MODULE_OF = {name: module for module, names in _HOMES.items() for name in names}
 
@@ -63,6 +65,7 @@ __all__ = [
     "NonFiniteError",
     "Payload",
     "PayloadError",
+    "Plan",
     "PositionError",
     "QueryMoment",
     "ShapeError",
@@ -73,6 +76,7 @@ __all__ = [
     "encode",
     "explain",
     "parse_method",
+    "plan",
     "preset",
     "rotate",
     "use_backend",

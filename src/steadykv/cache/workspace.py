@@ -20,7 +20,7 @@ from steadykv.config import METHODS, CodecConfig
 from steadykv.reference.blocks import CPU_BLOCK_BYTES, GPU_BLOCK_BYTES
 from steadykv.reference.decode import BLOCK_BYTES
 
-__all__ = ["decode_workspace_nbytes", "encode_workspace_nbytes"]
+__all__ = ["decode_workspace_nbytes", "encode_workspace_nbytes", "span_decode_nbytes"]
 
 # FP32 copies of the tokens while NaN and Inf are replaced, before and after; and row blocks, of |x|
 # and of masks of a byte an element.
@@ -43,19 +43,27 @@ _MOMENT_COPIES = 8
 
 
 def encode_workspace_nbytes(
-    codec: CodecConfig, shape: tuple[int, int, int, int], compensated: bool, device: torch.device
+    codec: CodecConfig,
+    shape: tuple[int, int, int, int],
+    compensated: bool,
+    device: torch.device,
+    kernels: bool | None = None,
 ) -> int:
-    """Bytes that encoding a [B, H, S, D] span takes besides source and payload."""
+    """Bytes that encoding a [B, H, S, D] span takes besides source and payload.
+
+    kernels: whether kernels do the encoding, on a machine that is not this one; None asks this one.
+    """
     batch, heads, tokens, head_dim = shape
     row = 4 * tokens * head_dim
     method = codec_for(codec)
-    if in_kernels(method, device):
-        rows = min(batch * heads, heads_per_pass(method, shape, device))
+    kernels = in_kernels(method, device) if kernels is None else kernels
+    if kernels:
+        rows = min(batch * heads, heads_per_pass(method, shape, device, kernels))
         moments = _MOMENT_COPIES * 4 * rows * head_dim**2 if compensated else 0
         parts = codec.payload_nbytes(*shape, compensated) if rows < batch * heads else 0
         tables = KERNEL_TABLES * 4 * rows * min(codec.centroids, tokens) * head_dim
         return int(method.kernel_copies * rows * row + tables + moments + parts)
-    rows = max(1, min(batch * heads, heads_per_pass(method, shape, device)))
+    rows = max(1, min(batch * heads, heads_per_pass(method, shape, device, kernels)))
     centroids = min(codec.centroids, tokens)
     largest = CPU_BLOCK_BYTES if device.type == "cpu" else GPU_BLOCK_BYTES
     blocks = _KMEANS_BLOCKS * min(largest, 4 * tokens * centroids)
@@ -92,8 +100,18 @@ def decode_workspace_nbytes(segments: Iterable[Segment]) -> int:
 def _decode(segment: Segment) -> int:
     if segment.payload is None:
         return 0
-    batch, heads, tokens, head_dim = segment.payload.shape
-    block = min(BLOCK_BYTES, 4 * batch * heads * tokens * head_dim)
     centroids = segment.payload.tensors.get("centroids")
-    tables = 0 if centroids is None else 4 * centroids.numel()  # in FP32
-    return int(CODECS[segment.payload.config.method].decode_copies * block + tables)
+    numbers = 0 if centroids is None else centroids.numel()
+    return span_decode_nbytes(segment.payload.config, segment.payload.shape, numbers)
+
+
+def span_decode_nbytes(
+    codec: CodecConfig, shape: tuple[int, int, int, int], centroid_numbers: int
+) -> int:
+    """Bytes that decoding a [B, H, S, D] span takes besides its result.
+
+    centroid_numbers: elements of its centroids, all stages together.
+    """
+    batch, heads, tokens, head_dim = shape
+    block = min(BLOCK_BYTES, 4 * batch * heads * tokens * head_dim)
+    return int(CODECS[codec.method].decode_copies * block + 4 * centroid_numbers)  # tables in FP32

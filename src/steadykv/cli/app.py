@@ -14,6 +14,7 @@ from steadykv.cli.capture import capture
 from steadykv.cli.compare import compare
 from steadykv.cli.demo import demo
 from steadykv.cli.env import env
+from steadykv.cli.plan import plan
 from steadykv.cli.tensors import tensors
 
 app = typer.Typer(
@@ -23,6 +24,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(demo)
+app.command()(plan)
 app.command()(compare)
 app.command()(capture)
 app.command()(calibrate)

@@ -1,4 +1,4 @@
-"""Option values that need reading: lists of numbers, sizes in bytes."""
+"""Option values that need reading: lists of numbers, sizes in bytes, counts."""
 
 from __future__ import annotations
 
@@ -40,3 +40,13 @@ def byte_size(text: str, option: str) -> int:
     unit, binary, byte = match[2], match[3], match[4]
     base = 1000 if byte and not binary else 1024
     return int(float(match[1]) * base ** _POWERS.get((unit or "").lower(), 0))
+
+
+def count(text: str | None, option: str) -> float | None:
+    """ "14B" (billions), "900M" or a plain number. Raises ConfigError."""
+    if text is None:
+        return None
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?(?:e\d{1,2})?)\s*([mb])?\s*", text, re.IGNORECASE)
+    if match is None:
+        raise ConfigError(f"{option}: got {text!r}, expected a number such as 14B, 900M or 1.3e9")
+    return float(match[1]) * {"": 1.0, "m": 1e6, "b": 1e9}[(match[2] or "").lower()]

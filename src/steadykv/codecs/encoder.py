@@ -121,12 +121,17 @@ def _of(inputs: HeadInputs, heads: slice) -> HeadInputs:
     return replace(inputs, moment=moment, count=count, initial_centroids=start, initial_ids=ids)
 
 
-def heads_per_pass(codec: Codec, shape: Shape, device: torch.device) -> int:
-    """How many of the B·H heads one pass takes: what fits in the workspace, or else one unit."""
+def heads_per_pass(
+    codec: Codec, shape: Shape, device: torch.device, kernels: bool | None = None
+) -> int:
+    """How many of the B·H heads one pass takes: what fits in the workspace, or else one unit.
+
+    kernels: whether kernels do the encoding; None asks `in_kernels`.
+    """
     _, heads, tokens, width = shape
     unit = heads if codec.pools_heads else 1
     budget = WORKSPACE_BYTES if device.type == "cpu" else GPU_WORKSPACE_BYTES
-    if in_kernels(codec, device):
+    if in_kernels(codec, device) if kernels is None else kernels:
         budget = KERNEL_WORKSPACE_BYTES
     return unit * max(1, budget // max(1, 4 * unit * tokens * width))
 
