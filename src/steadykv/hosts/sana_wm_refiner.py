@@ -1,0 +1,251 @@
+"""The SANA-WM refiner in diffusers: an object per layer that keeps a sink and a history.
+
+The pipeline fills the sink once, and appends to the history by getting it, concatenating and storing
+the longer one; then it stores the end of what it gets. The sink's keys are stored before their
+rotary embedding, those of the history after it: two caches, as codecs see other statistics.
+Written for the calling contract of diffusers 0.42.1 (Apache-2.0).
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from steadykv.hosts.adapter import Adapter, Session
+from steadykv.hosts.contract import module_of, need, need_arguments, need_function
+from steadykv.hosts.rebuilt import RebuiltLayer
+
+__all__ = ["ADAPTERS"]
+
+TITLE = "SANA-WM refiner"
+ATTENTION = "dispatch_attention_fn"
+Pair = tuple[Tensor, Tensor]
+
+
+class StoredLayer:
+    """Takes the place of a layer's object; what it does not keep itself, `plain` keeps."""
+
+    def __init__(self, window: Window, number: int, plain: Any) -> None:
+        self.window, self.number, self.plain = window, number, plain
+        for get, store in (("get_sink", "store_sink"), ("get_history", "store_history")):
+            held = getattr(plain, get)()
+            if held is not None:  # the host began before the block
+                getattr(self, store)(*held)
+        plain.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.plain, name)
+
+    def store_sink(self, k: Tensor, v: Tensor) -> None:
+        """Hold keys before their rotary embedding and values, each [B, S, H·D]."""
+        side = self.window.side("sink", self.number, k)
+        side.replace(*self.window.by_heads(side, k, v), observed=True)
+
+    def get_sink(self) -> Pair | None:
+        """What `store_sink` was given, or None."""
+        return self.window.read("sink", self.number)
+
+    def store_history(self, k: Tensor, v: Tensor) -> None:
+        """Hold keys after their rotary embedding and values, each [B, S, H·D].
+
+        What `get_history` gave is recognised with tokens behind it, and without its first ones.
+        """
+        side = self.window.side("history", self.number, k)
+        k, v = self.window.by_heads(side, k, v)
+        if not trimmed(side, k, v):
+            side.extend(k, v, observed=True)
+
+    def get_history(self) -> Pair | None:
+        """What `store_history` was given, or None."""
+        return self.window.read("history", self.number)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self.plain.clear()
+        self.window.clear(self.number)
+
+
+class Window:
+    """The two caches of one cache object of the host, built at their first tensor."""
+
+    def __init__(
+        self, session: Session, passes: Passes, layers: int, heads: int, tokens: int
+    ) -> None:
+        self.session, self.passes = session, passes
+        self.layers, self.heads, self.frame_tokens = layers, heads, tokens
+        self.sides: dict[str, list[RebuiltLayer]] = {}
+
+    def side(self, branch: str, number: int, like: Tensor) -> RebuiltLayer:
+        """One layer of a branch, for tensors like this one."""
+        if branch not in self.sides:
+            # There is one span of the sink, so that its own queries are all that it can be given.
+            changes = (
+                {"first_span": "own"} if branch == "sink" and self.session.needs_queries else {}
+            )
+            cache = self.session.build(
+                branch,
+                layers=self.layers,
+                heads=self.heads,
+                head_dim=like.shape[-1] // self.heads,
+                frame_tokens=self.frame_tokens,
+                dtype=like.dtype,
+                device=like.device,
+                span_chunks=1,
+                **changes,
+            )
+            self.sides[branch] = [RebuiltLayer(layer) for layer in cache]
+        return self.sides[branch][number]
+
+    def by_heads(self, side: RebuiltLayer, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """[B, S, H·D] as [B, S, H, D], in the dtype of the cache."""
+        dtype = side.layer.geometry.dtype
+        return tuple(x.unflatten(2, (self.heads, -1)).to(dtype) for x in tensors)
+
+    def read(self, branch: str, number: int) -> Pair | None:
+        """Everything a layer holds, dense [B, S, H·D] in fresh memory; None where it is empty."""
+        self.passes.reading = (self, number)
+        if branch not in self.sides or not self.sides[branch][number].layer.spans():
+            return None
+        side = self.sides[branch][number]
+        # Only what the pipeline asks for, between the passes, comes back to be stored.
+        k, v = side.layer.read() if self.passes.mode else side.read()
+        return k.flatten(2), v.flatten(2)
+
+    def observe(self, branch: str, number: int, queries: Tensor) -> None:
+        """queries: [B, S, H, D]."""
+        self.side(branch, number, queries.flatten(2)).layer.observe_queries(queries)
+
+    def clear(self, number: int) -> None:
+        for sides in self.sides.values():
+            sides[number].reset()
+
+
+class Passes:
+    """Follows the calls of a transformer."""
+
+    def __init__(self, session: Session, transformer: Any) -> None:
+        self.session, self.blocks = session, transformer.transformer_blocks
+        self.arguments = inspect.signature(transformer.forward)
+        self.patch, self.patch_t = transformer.config.patch_size, transformer.config.patch_size_t
+        self.frame_tokens = 0
+        self.mode: str | None = None
+        self.window: Window | None = None
+        self.reading: tuple[Window, int] | None = None
+
+    def frame(self, original: Any, *args: Any, **kwargs: Any) -> Any:
+        """Every pass is told its positions by this method: it knows the size of a frame."""
+        call = inspect.signature(original).bind(*args, **kwargs).arguments
+        height, width = call["height"] // self.patch, call["width"] // self.patch
+        self.frame_tokens = max(1, height * width // self.patch_t)
+        return original(*args, **kwargs)
+
+    def before(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Take over a new cache object, before anything is stored in it."""
+        call = self.arguments.bind_partial(*args, **kwargs).arguments
+        cache, self.mode, self.reading = call.get("kv_cache"), call.get("kv_cache_mode"), None
+        if cache is None:
+            return
+        if not isinstance(cache.layer_caches[0], StoredLayer):
+            tokens = self.frame_tokens or call["hidden_states"].shape[1]
+            heads = self.blocks[0].attn1.heads
+            self.window = Window(self.session, self, len(self.blocks), heads, tokens)
+            for number, plain in enumerate(cache.layer_caches):
+                cache.layer_caches[number] = StoredLayer(self.window, number, plain)
+        self.window = cache.layer_caches[0].window
+
+    def after(self, *_: Any) -> None:
+        """The pass is over, or failed."""
+        self.mode = self.window = self.reading = None
+
+    def watch_sink(self, number: int, norm: nn.Module, heads: int) -> Any:
+        """Show the queries of the pass that captures the sink, before their rotary embedding."""
+
+        def show(_module: nn.Module, _args: Any, out: Tensor) -> None:
+            if self.mode == "capture_pre_rope" and self.window is not None:
+                self.window.observe("sink", number, out.unflatten(2, (heads, -1)))
+
+        return norm.register_forward_hook(show)
+
+    def attention(self, original: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Show the queries of a layer that has just read its history, after their embedding."""
+        reading, self.reading = self.reading, None
+        if reading is not None and self.mode is not None:
+            reading[0].observe("history", reading[1], query)
+        return original(query, *args, **kwargs)
+
+
+def trimmed(side: RebuiltLayer, k: Tensor, v: Tensor) -> bool:
+    """Whether these [B, S, H, D] are the newest tokens that are held; then only they stay.
+
+    They are decoded once more: what the host read is not kept, and it may have changed its copy.
+    """
+    layer, tokens = side.layer, k.shape[1]
+    held = sum(end - start for start, end in layer.spans())
+    if not 0 < tokens <= held:
+        return False
+    same = [
+        torch.equal(x[:, held - tokens :], y) for x, y in zip(layer.read(), (k, v), strict=True)
+    ]
+    if all(same):
+        layer.evict(layer.progress.end - tokens)
+    return all(same)
+
+
+def transformer_of(host: Any) -> Any:
+    """The transformer, also of the refiner's pipeline."""
+    return host.transformer if "_capture_block_kv" in dir(host) else host
+
+
+def matches(host: Any) -> bool:
+    """A transformer that is told absolute positions, or the pipeline that has one."""
+    names = {"transformer_blocks", "build_rotary_emb_for_absolute_positions"}
+    return names <= set(dir(transformer_of(host)))
+
+
+def check(host: Any) -> None:
+    """The forward's arguments, the configuration, the attention of the blocks."""
+    transformer = transformer_of(host)
+    names = ("hidden_states", "kv_cache", "kv_cache_mode")
+    need_arguments(TITLE, transformer.forward, *names)
+    need_arguments(TITLE, transformer.build_rotary_emb_for_absolute_positions, "height", "width")
+    for name in ("patch_size", "patch_size_t"):
+        need(TITLE, transformer, f"config.{name}", int)
+    need(TITLE, transformer, "transformer_blocks.0.attn1.heads", int)
+    need(TITLE, transformer, "transformer_blocks.0.attn1.norm_q", nn.Module)
+    processor = need(TITLE, transformer, "transformer_blocks.0.attn1.processor")
+    need_function(TITLE, module_of(processor), ATTENTION)
+
+
+def install(session: Session, host: Any) -> None:
+    """Hooks around the forward, and on the queries where a codec reads them."""
+    transformer = transformer_of(host)
+    passes = Passes(session, transformer)
+    session.patches.wrap(transformer, "build_rotary_emb_for_absolute_positions", passes.frame)
+    hooks = [
+        transformer.register_forward_pre_hook(passes.before, prepend=True, with_kwargs=True),
+        transformer.register_forward_hook(passes.after, always_call=True),
+    ]
+    if session.needs_queries:
+        attention = transformer.transformer_blocks[0].attn1
+        session.patches.wrap(module_of(attention.processor), ATTENTION, passes.attention)
+        for number, block in enumerate(transformer.transformer_blocks):
+            hooks.append(passes.watch_sink(number, block.attn1.norm_q, attention.heads))
+    for hook in hooks:
+        session.patches.on_undo(hook.remove)
+
+
+ADAPTERS = (
+    Adapter(
+        name="sana-wm-refiner",
+        title=TITLE,
+        expects="a diffusers SanaWMLTX2RefinerTransformer3DModel, or a SanaWMLTX2Refiner pipeline",
+        page="docs/hosts/sana-wm-refiner.md",
+        matches=matches,
+        check=check,
+        install=install,
+        aliases=("sana-wm",),
+    ),
+)
