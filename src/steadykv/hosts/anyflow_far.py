@@ -8,7 +8,7 @@ embedding. Written for the calling contract of diffusers 0.42.1 (Apache-2.0).
 
 from __future__ import annotations
 
-import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from steadykv.errors import ConfigError, HostError, PositionError
 from steadykv.hosts.adapter import Adapter, Session
 from steadykv.hosts.contract import need, need_arguments
+from steadykv.hosts.passes import follow_calls, watch_queries
 from steadykv.hosts.rebuilt import RebuiltLayer
 
 __all__ = ["ADAPTERS"]
@@ -30,7 +31,7 @@ PIECES = ("chunks", "whole")
 class StoredPair:
     """Stands for a tensor [2, B, H, S, D] of keys and values that is indexed [0|1, :, :, :n, :].
 
-    lengths: of the chunks in tokens, as the pass that runs stores them; shared with `Passes`.
+    lengths: of the chunks in tokens, as the pass that runs stores them; `Passes` changes it.
     """
 
     def __init__(self, side: RebuiltLayer, shape: torch.Size, lengths: list[int]) -> None:
@@ -53,12 +54,9 @@ class StoredPair:
                 f"{('keys', 'values')[which]} written to :{tokens}: expected keys and then values, "
                 "as long as the slice"
             )
-        if which == 0:
-            self._keys = value
-            return
-        keys, self._keys = self._keys, None
-        assert keys is not None
-        self.store(keys, value)
+        keys, self._keys = self._keys, value if which == 0 else None
+        if keys is not None:
+            self.store(keys, value)
 
     def store(self, keys: Tensor, values: Tensor) -> None:
         """Hold these [B, H, n, D] and nothing else; equal chunks at the front keep their bytes."""
@@ -69,57 +67,60 @@ class StoredPair:
     def _parts(self, key: Any) -> tuple[int, int]:
         """Keys or values, and how many tokens."""
         if isinstance(key, tuple) and len(key) == 5 and key[0] in (0, 1):
-            which, batch, heads, tokens, channels = key
-            if (
-                batch
-                == heads
-                == channels
-                == slice(None)
-                == slice(getattr(tokens, "start", 0), None)
-            ):
+            which, *others, channels = key
+            tokens = others.pop()
+            if [*others, channels] == [slice(None)] * 3 and tokens == slice(None, tokens.stop):
                 return which, self.shape[3] if tokens.stop is None else int(tokens.stop)
-        raise HostError(f"{TITLE}: index {key!r}: expected [0 or 1, :, :, :n, :]")
+        raise HostError(f"{TITLE}: got index {key!r}: expected [0 or 1, :, :, :n, :]")
 
     def __repr__(self) -> str:
         return f"StoredPair({tuple(self.shape)}, {self.side.layer.held()})"
 
 
 class Passes:
-    """Follows the calls of a transformer: which chunks a pass stores, whose queries count."""
+    """Which chunks a pass stores, in which cache, and whose queries count."""
 
     def __init__(self, session: Session, transformer: Any) -> None:
         self.session, self.config, self.blocks = session, transformer.config, transformer.blocks
-        self.arguments = inspect.signature(transformer.forward)
         self.sides: dict[str, list[RebuiltLayer]] = {branch: [] for branch in ENTRIES.values()}
         self.lengths: dict[str, list[int]] = {}
         self.reads_cache = False
 
-    def before(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(self, call: dict[str, Any]) -> None:
         """Take over a new `kv_cache`, empty one that begins again, note the chunks it holds."""
-        call = self.arguments.bind_partial(*args, **kwargs).arguments
         kv_cache, flag = call.get("kv_cache"), call.get("kv_cache_flag") or {}
         if kv_cache is None:
             return
-        partition, count = list(call["chunk_partition"]), flag.get("num_cached_chunks", 0)
+        stores, count = bool(flag.get("is_cache_step")), int(flag.get("num_cached_chunks", 0))
         first = kv_cache[0]["full_cache"]
         is_new = isinstance(first, Tensor)
         if is_new:
             self.lengths = {branch: [] for branch in ENTRIES.values()}
-        elif all(first.side is not side for side in self.sides["full"][:1]):
+        elif first.side not in self.sides["full"]:
             raise HostError(
-                f"{TITLE}: got a kv_cache of another video or block, whose tokens may be gone: "
-                "expected the newest one, or a new one"
+                f"{TITLE}: got a kv_cache of an earlier video or block: expected the newest one; "
+                "start a video with new tensors"
             )
         elif count == 0:
             self._start_over()
         height, width = call["hidden_states"].shape[-2:]
-        sizes = {"compressed": self.config.compressed_patch_size, "full": self.config.patch_size}
-        tokens = {name: (height // p[1]) * (width // p[2]) for name, p in sizes.items()}
-        stores = bool(flag.get("is_cache_step"))
-        self._note(partition if stores else partition[:count], tokens)
+        patches = {"compressed": self.config.compressed_patch_size, "full": self.config.patch_size}
+        frame = {branch: (height // p[1]) * (width // p[2]) for branch, p in patches.items()}
+        chunks = list(call["chunk_partition"])
+        self._note(chunks if stores else chunks[:count], frame)
         if is_new:
-            self._take_over(kv_cache, tokens, is_filled=count > 0)
+            self._take_over(kv_cache, frame, is_filled=count > 0)
         self.reads_cache = not stores
+
+    def after(self) -> None:
+        """The pass is over, or failed."""
+        self.reads_cache = False
+
+    def show(self, number: int, queries: Tensor) -> None:
+        """Queries [B, S, H, D] of a layer: of denoising passes, as only those read the caches."""
+        if self.reads_cache:
+            for sides in self.sides.values():
+                sides[number].layer.observe_queries(queries.transpose(1, 2))
 
     def _start_over(self) -> None:
         """A video that begins in the dictionaries of one before it."""
@@ -128,30 +129,15 @@ class Passes:
                 if side.layer.progress.end:
                     side.reset()
 
-    def after(self, *_: Any) -> None:
-        """The pass is over, or failed."""
-        self.reads_cache = False
-
-    def watch(self, number: int, norm: nn.Module, heads: int) -> Any:
-        """Show the queries of denoising passes to both caches; `norm` gives them unrotated."""
-
-        def show(_module: nn.Module, _args: Any, out: Tensor) -> None:
-            if self.reads_cache:
-                queries = out.unflatten(2, (heads, -1)).transpose(1, 2)
-                for sides in self.sides.values():
-                    sides[number].layer.observe_queries(queries)
-
-        return norm.register_forward_hook(show)
-
-    def _note(self, chunks: list[int], tokens: dict[str, int]) -> None:
+    def _note(self, chunks: list[int], frame: dict[str, int]) -> None:
         """The tokens of these chunks, oldest first, as they are spread over the two caches."""
         old = max(0, len(chunks) - self.config.full_chunk_limit + 1)
         for branch, part in (("compressed", chunks[:old]), ("full", chunks[old:])):
-            self.lengths[branch][:] = [frames * tokens[branch] for frames in part]
+            self.lengths[branch][:] = [frames * frame[branch] for frames in part]
 
-    def _take_over(self, kv_cache: Any, tokens: dict[str, int], is_filled: bool) -> None:
+    def _take_over(self, kv_cache: Any, frame: dict[str, int], is_filled: bool) -> None:
         """Put steadykv's caches in the place of the tensors, which are not written."""
-        whole = self.session.options.get("pieces", "chunks") == "whole"
+        whole = self.session.options.get("pieces") == "whole"
         for name, branch in ENTRIES.items():
             like, attention = kv_cache[0][name], self.blocks[0].attn1
             cache = self.session.build(
@@ -159,21 +145,21 @@ class Passes:
                 layers=len(self.blocks),
                 heads=attention.heads,
                 head_dim=attention.inner_dim // attention.heads,
-                frame_tokens=max(1, tokens[branch]),
+                frame_tokens=max(1, frame[branch]),
                 dtype=like.dtype,
                 device=like.device,
                 layout="BHSD",
                 span_chunks=1,
             )
             self.sides[branch] = [RebuiltLayer(layer) for layer in cache]
-            # The full chunks move up with every pass, so that none of them could keep its bytes.
+            # Full chunks move up with every pass, so that none of them could keep its bytes.
             lengths = [] if whole or branch == "full" else self.lengths[branch]
             for number, side in enumerate(self.sides[branch]):
                 tensor = kv_cache[number][name]
-                pair = StoredPair(side, tensor.shape, lengths)
-                if is_filled and (held := sum(self.lengths[branch])):
+                kv_cache[number][name] = pair = StoredPair(side, tensor.shape, lengths)
+                held = sum(self.lengths[branch]) if is_filled else 0
+                if held:
                     pair.store(tensor[0, :, :, :held], tensor[1, :, :, :held])
-                kv_cache[number][name] = pair
 
 
 def transformer_of(host: Any) -> Any:
@@ -199,22 +185,16 @@ def check(host: Any) -> None:
 
 
 def install(session: Session, host: Any) -> None:
-    """Hooks before and after the forward, and on the queries where a codec reads them."""
+    """Follow the calls of the transformer, and its queries."""
     pieces = session.options.get("pieces", "chunks")
     if pieces not in PIECES:
         raise ConfigError(f"pieces is {pieces!r}: expected {' or '.join(map(repr, PIECES))}")
     transformer = transformer_of(host)
     passes = Passes(session, transformer)
-    # Before everything else, as offloading hooks copy the dictionaries that they are given.
-    hooks = [
-        transformer.register_forward_pre_hook(passes.before, prepend=True, with_kwargs=True),
-        transformer.register_forward_hook(passes.after, always_call=True),
-    ]
-    if session.needs_queries:
-        for number, block in enumerate(transformer.blocks):
-            hooks.append(passes.watch(number, block.attn1.norm_q, block.attn1.heads))
-    for hook in hooks:
-        session.patches.on_undo(hook.remove)
+    follow_calls(session, transformer, passes.before, passes.after)
+    for number, block in enumerate(transformer.blocks):
+        attention = block.attn1
+        watch_queries(session, attention.norm_q, attention.heads, partial(passes.show, number))
 
 
 ADAPTERS = (

@@ -1,14 +1,15 @@
 """The SANA-WM refiner in diffusers: an object per layer that keeps a sink and a history.
 
-The pipeline fills the sink once, and appends to the history by getting it, concatenating and storing
-the longer one; then it stores the end of what it gets. The sink's keys are stored before their
-rotary embedding, those of the history after it: two caches, as codecs see other statistics.
+The pipeline fills the sink once, and appends to the history by getting it, concatenating and
+storing the longer one; then it stores the end of what it gets. The sink's keys are stored before
+their rotary embedding, those of the history after it: two caches, as codecs see other statistics.
 Written for the calling contract of diffusers 0.42.1 (Apache-2.0).
 """
 
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from steadykv.hosts.adapter import Adapter, Session
 from steadykv.hosts.contract import module_of, need, need_arguments, need_function
+from steadykv.hosts.passes import follow_calls, watch_queries
 from steadykv.hosts.rebuilt import RebuiltLayer
 
 __all__ = ["ADAPTERS"]
@@ -34,15 +36,16 @@ class StoredLayer:
             held = getattr(plain, get)()
             if held is not None:  # the host began before the block
                 getattr(self, store)(*held)
-        plain.clear()
+        plain.store_sink(None, None)
+        plain.store_history(None, None)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)
 
     def store_sink(self, k: Tensor, v: Tensor) -> None:
         """Hold keys before their rotary embedding and values, each [B, S, H·D]."""
-        side = self.window.side("sink", self.number, k)
-        side.replace(*self.window.by_heads(side, k, v), observed=True)
+        side, k, v = self.window.side("sink", self.number, k, v)
+        side.replace(k, v, observed=True)
 
     def get_sink(self) -> Pair | None:
         """What `store_sink` was given, or None."""
@@ -53,8 +56,7 @@ class StoredLayer:
 
         What `get_history` gave is recognised with tokens behind it, and without its first ones.
         """
-        side = self.window.side("history", self.number, k)
-        k, v = self.window.by_heads(side, k, v)
+        side, k, v = self.window.side("history", self.number, k, v)
         if not trimmed(side, k, v):
             side.extend(k, v, observed=True)
 
@@ -78,31 +80,23 @@ class Window:
         self.layers, self.heads, self.frame_tokens = layers, heads, tokens
         self.sides: dict[str, list[RebuiltLayer]] = {}
 
-    def side(self, branch: str, number: int, like: Tensor) -> RebuiltLayer:
-        """One layer of a branch, for tensors like this one."""
+    def side(self, branch: str, number: int, *given: Tensor) -> tuple[Any, ...]:
+        """One layer of a branch, and what is given, [B, S, H·D], by heads in its dtype."""
         if branch not in self.sides:
-            # There is one span of the sink, so that its own queries are all that it can be given.
-            changes = (
-                {"first_span": "own"} if branch == "sink" and self.session.needs_queries else {}
-            )
             cache = self.session.build(
                 branch,
                 layers=self.layers,
                 heads=self.heads,
-                head_dim=like.shape[-1] // self.heads,
+                head_dim=given[0].shape[2] // self.heads,
                 frame_tokens=self.frame_tokens,
-                dtype=like.dtype,
-                device=like.device,
+                dtype=given[0].dtype,
+                device=given[0].device,
                 span_chunks=1,
-                **changes,
             )
             self.sides[branch] = [RebuiltLayer(layer) for layer in cache]
-        return self.sides[branch][number]
-
-    def by_heads(self, side: RebuiltLayer, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """[B, S, H·D] as [B, S, H, D], in the dtype of the cache."""
+        side = self.sides[branch][number]
         dtype = side.layer.geometry.dtype
-        return tuple(x.unflatten(2, (self.heads, -1)).to(dtype) for x in tensors)
+        return side, *(x.unflatten(2, (self.heads, -1)).to(dtype) for x in given)
 
     def read(self, branch: str, number: int) -> Pair | None:
         """Everything a layer holds, dense [B, S, H·D] in fresh memory; None where it is empty."""
@@ -116,7 +110,8 @@ class Window:
 
     def observe(self, branch: str, number: int, queries: Tensor) -> None:
         """queries: [B, S, H, D]."""
-        self.side(branch, number, queries.flatten(2)).layer.observe_queries(queries)
+        side, queries = self.side(branch, number, queries.flatten(2))
+        side.layer.observe_queries(queries)
 
     def clear(self, number: int) -> None:
         for sides in self.sides.values():
@@ -128,7 +123,6 @@ class Passes:
 
     def __init__(self, session: Session, transformer: Any) -> None:
         self.session, self.blocks = session, transformer.transformer_blocks
-        self.arguments = inspect.signature(transformer.forward)
         self.patch, self.patch_t = transformer.config.patch_size, transformer.config.patch_size_t
         self.frame_tokens = 0
         self.mode: str | None = None
@@ -142,9 +136,8 @@ class Passes:
         self.frame_tokens = max(1, height * width // self.patch_t)
         return original(*args, **kwargs)
 
-    def before(self, _module: nn.Module, args: Any, kwargs: Any) -> None:
+    def before(self, call: dict[str, Any]) -> None:
         """Take over a new cache object, before anything is stored in it."""
-        call = self.arguments.bind_partial(*args, **kwargs).arguments
         cache, self.mode, self.reading = call.get("kv_cache"), call.get("kv_cache_mode"), None
         if cache is None:
             return
@@ -156,18 +149,14 @@ class Passes:
                 cache.layer_caches[number] = StoredLayer(self.window, number, plain)
         self.window = cache.layer_caches[0].window
 
-    def after(self, *_: Any) -> None:
+    def after(self) -> None:
         """The pass is over, or failed."""
         self.mode = self.window = self.reading = None
 
-    def watch_sink(self, number: int, norm: nn.Module, heads: int) -> Any:
-        """Show the queries of the pass that captures the sink, before their rotary embedding."""
-
-        def show(_module: nn.Module, _args: Any, out: Tensor) -> None:
-            if self.mode == "capture_pre_rope" and self.window is not None:
-                self.window.observe("sink", number, out.unflatten(2, (heads, -1)))
-
-        return norm.register_forward_hook(show)
+    def show(self, number: int, queries: Tensor) -> None:
+        """Queries [B, S, H, D] before their embedding: the sink is packed with its pass's own."""
+        if self.mode == "capture_pre_rope" and self.window is not None:
+            self.window.observe("sink", number, queries)
 
     def attention(self, original: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
         """Show the queries of a layer that has just read its history, after their embedding."""
@@ -224,17 +213,12 @@ def install(session: Session, host: Any) -> None:
     transformer = transformer_of(host)
     passes = Passes(session, transformer)
     session.patches.wrap(transformer, "build_rotary_emb_for_absolute_positions", passes.frame)
-    hooks = [
-        transformer.register_forward_pre_hook(passes.before, prepend=True, with_kwargs=True),
-        transformer.register_forward_hook(passes.after, always_call=True),
-    ]
+    follow_calls(session, transformer, passes.before, passes.after)
+    layers = [block.attn1 for block in transformer.transformer_blocks]
+    for number, layer in enumerate(layers):
+        watch_queries(session, layer.norm_q, layer.heads, partial(passes.show, number))
     if session.needs_queries:
-        attention = transformer.transformer_blocks[0].attn1
-        session.patches.wrap(module_of(attention.processor), ATTENTION, passes.attention)
-        for number, block in enumerate(transformer.transformer_blocks):
-            hooks.append(passes.watch_sink(number, block.attn1.norm_q, attention.heads))
-    for hook in hooks:
-        session.patches.on_undo(hook.remove)
+        session.patches.wrap(module_of(layers[0].processor), ATTENTION, passes.attention)
 
 
 ADAPTERS = (
