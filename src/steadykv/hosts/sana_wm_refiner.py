@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from steadykv.errors import HostError
 from steadykv.hosts.adapter import Adapter, Session
 from steadykv.hosts.contract import module_of, need, need_arguments, need_function
 from steadykv.hosts.passes import follow_calls, watch_queries
@@ -100,7 +101,7 @@ class Window:
 
     def read(self, branch: str, number: int) -> Pair | None:
         """Everything a layer holds, dense [B, S, H·D] in fresh memory; None where it is empty."""
-        self.passes.reading = (self, number)
+        self.passes.reading = number
         if branch not in self.sides or not self.sides[branch][number].layer.spans():
             return None
         side = self.sides[branch][number]
@@ -126,8 +127,9 @@ class Passes:
         self.patch, self.patch_t = transformer.config.patch_size, transformer.config.patch_size_t
         self.frame_tokens = 0
         self.mode: str | None = None
-        self.window: Window | None = None
-        self.reading: tuple[Window, int] | None = None
+        self.newest: Window | None = None
+        self.window: Window | None = None  # of the pass that runs
+        self.reading: int | None = None
 
     def frame(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Every pass is told its positions by this method: it knows the size of a frame."""
@@ -144,10 +146,15 @@ class Passes:
         if not isinstance(cache.layer_caches[0], StoredLayer):
             tokens = self.frame_tokens or call["hidden_states"].shape[1]
             heads = self.blocks[0].attn1.heads
-            self.window = Window(self.session, self, len(self.blocks), heads, tokens)
+            self.newest = Window(self.session, self, len(self.blocks), heads, tokens)
             for number, plain in enumerate(cache.layer_caches):
-                cache.layer_caches[number] = StoredLayer(self.window, number, plain)
+                cache.layer_caches[number] = StoredLayer(self.newest, number, plain)
         self.window = cache.layer_caches[0].window
+        if self.window is not self.newest:
+            raise HostError(
+                f"{TITLE}: got a kv_cache of an earlier video or block: expected the newest one; "
+                "start a video with a new cache object"
+            )
 
     def after(self) -> None:
         """The pass is over, or failed."""
@@ -158,12 +165,12 @@ class Passes:
         if self.mode == "capture_pre_rope" and self.window is not None:
             self.window.observe("sink", number, queries)
 
-    def attention(self, original: Any, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def attention(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Show the queries of a layer that has just read its history, after their embedding."""
         reading, self.reading = self.reading, None
-        if reading is not None and self.mode is not None:
-            reading[0].observe("history", reading[1], query)
-        return original(query, *args, **kwargs)
+        if reading is not None and self.mode is not None and self.window is not None:
+            self.window.observe("history", reading, args[0] if args else kwargs["query"])
+        return original(*args, **kwargs)
 
 
 def trimmed(side: RebuiltLayer, k: Tensor, v: Tensor) -> bool:
