@@ -109,7 +109,7 @@ class Passes:
         chunks = list(call["chunk_partition"])
         self._note(chunks if stores else chunks[:count], frame)
         if is_new:
-            self._take_over(kv_cache, frame, is_filled=count > 0)
+            self._take_over(kv_cache, frame, is_filled=count > 0 and not stores)
         self.reads_cache = not stores
 
     def after(self) -> None:
