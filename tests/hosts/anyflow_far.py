@@ -1,4 +1,4 @@
-"""The real AnyFlow-FAR transformer of diffusers, small and with random weights, and its rollouts."""
+"""The real AnyFlow-FAR transformer of diffusers, small, with random weights, and its rollouts."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ def dev_packages() -> set[str]:
 
 
 def require(*names: str) -> None:
-    """Skip the module where a package is missing; where the `dev` extra has it, that is an error."""
+    """Skip the module where a package is missing; an error where the `dev` extra has it."""
     for name in names:
         try:
             importlib.import_module(name)
