@@ -183,6 +183,21 @@ def test_queries_of_denoising_passes_reach_their_layer_before_rope(model):
 
 
 @plain_attention
+def test_a_second_video_in_the_same_dictionaries_starts_over(model):
+    chunks = SHORT[:3]
+    cache, videos = host.cache_of(model, chunks), []
+    with skv.attach(model, config=small_config("quantwm")) as caches:
+        for _ in range(2):
+            videos.append(host.rollout(model, chunks, cache))
+            stats = caches["full"][0].stats
+            assert stats is not None
+            moment = stats.for_encoding(9)
+            assert moment is not None
+            assert moment.count.flatten().tolist() == [3 * host.FULL] * host.HEADS
+    assert torch.equal(*videos)
+
+
+@plain_attention
 def test_an_untouched_host_comes_back(model):
     before = state_of(model, MODULE)
     with skv.attach(model, config=small_config("quantwm")):
