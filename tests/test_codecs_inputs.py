@@ -129,7 +129,7 @@ def test_odd_numbers_stay_finite_and_near(
         return
     x = given_x.float().nan_to_num(0.0, 0.0, 0.0)
     error = (decoded.double() - x.double()).norm(dim=-1)
-    none = torch.zeros(1, 2)  # bf16 has nothing that could saturate
+    none = torch.zeros(1, 2, device=device)  # bf16 has nothing that could saturate
     saturated = payload.flags.get("saturated", none) > 0
     if kind in ADAPTED:
         assert not saturated.any()

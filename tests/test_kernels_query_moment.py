@@ -10,6 +10,7 @@ from torch import Tensor
 
 from steadykv import ops
 from steadykv.codecs import QueryMoment
+from steadykv.kernels.launch import size_kinds
 
 from .codecs import sample_queries, sample_tokens
 from .gpu_checks import check_capture, check_compilations, check_repeatable
@@ -170,3 +171,10 @@ def test_channel_weights_are_the_reference_s(width: int, poisoned_memory: None) 
     expected = ops.channel_weight(moment, count, backend="reference")
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert found[1].tolist() == [1, 0, 0, 0, 1, 1]
+
+
+def test_strides_are_told_apart_as_the_compiler_does() -> None:
+    """It has a kernel of its own for 1, for multiples of 16 and for 64 bits."""
+    assert size_kinds(0, 16, 48, 1 << 20) == size_kinds(*4 * [32])
+    assert size_kinds(3, 17, (1 << 31) - 1) == size_kinds(*3 * [5])
+    assert len({*size_kinds(1, 2, 16, 1 << 31, (1 << 31) + 1)}) == 5

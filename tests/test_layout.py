@@ -51,6 +51,7 @@ SUPPORT = {
         "factor",
         "feedback_tiles",
         "launch",
+        "means",
         "networks",
         "numbers",
         "pairs",

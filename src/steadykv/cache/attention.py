@@ -93,7 +93,17 @@ class _Found(NamedTuple):
 
 
 def _found(store: TensorStore, ranges: Sequence[TokenRange]) -> list[_Found]:
-    """Looked up once, as every pass loads from the same segments."""
+    """Looked up once, as every pass of a chunk loads from the same segments."""
+    if torch.compiler.is_compiling():
+        return _lookup(store, ranges)
+    key = (*ranges, ops.backend_of("decode", store.segments[0].device) if store.segments else "")
+    found = store.prepared.get(key)
+    if found is None:
+        found = store.prepared[key] = _lookup(store, ranges)
+    return found
+
+
+def _lookup(store: TensorStore, ranges: Sequence[TokenRange]) -> list[_Found]:
     found, cursor = [], 0
     for segment, low, high in store.overlaps(ranges):
         payload, end = segment.payload, cursor + high - low

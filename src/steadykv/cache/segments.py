@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -80,6 +81,10 @@ class Segment:
         return self.end - self.start
 
     @property
+    def device(self) -> torch.device:
+        return self.data.device
+
+    @property
     def payload(self) -> Payload | None:
         return self.data if isinstance(self.data, Payload) else None
 
@@ -94,6 +99,7 @@ class TensorStore:
     """Segments of one tensor. `token_dim` is 1 for the layout BSHD and 2 for BHSD.
 
     Dense segments keep the host's layout, so that a read copies rows and never permutes.
+    prepared: what readers keep until the segments change, as every pass of a chunk reads the same.
     """
 
     def __init__(self, name: str, token_dim: int) -> None:
@@ -104,6 +110,7 @@ class TensorStore:
     def clear(self) -> None:
         """Release everything."""
         self.segments: list[Segment] = []
+        self.changed()
         self._warm: dict[str, Tensor] = {}
         self._warm_tokens = 0
 
@@ -113,6 +120,10 @@ class TensorStore:
 
     # --- changing -----------------------------------------------------------------------------
 
+    def changed(self) -> None:
+        """The segments are others: forget what was prepared for reading them."""
+        self.prepared: dict[object, list[Any]] = {}
+
     def open_segment(self) -> Segment | None:
         """The open chunk, which is always the last segment."""
         last = self.segments[-1] if self.segments else None
@@ -121,9 +132,11 @@ class TensorStore:
     def append(self, segment: Segment) -> None:
         """Take over a segment that follows the others; a dense one must own its memory."""
         self.segments.append(segment)
+        self.changed()
 
     def take_last(self) -> Segment:
         """Remove the newest segment and hand it over."""
+        self.changed()
         return self.segments.pop()
 
     def within(self, start: int, end: int) -> list[Segment]:
@@ -139,6 +152,7 @@ class TensorStore:
         """Put one segment in the place of neighbours that hold the same tokens."""
         first = next(i for i, segment in enumerate(self.segments) if segment is old[0])
         self.segments[first : first + len(old)] = [new]
+        self.changed()
 
     def join(self, start: int, end: int) -> Segment:
         """Make the dense segments within [start, end) one.
@@ -156,6 +170,7 @@ class TensorStore:
     def drop_where(self, has_left: Callable[[Segment], bool]) -> None:
         """Release segments."""
         self.segments = [segment for segment in self.segments if not has_left(segment)]
+        self.changed()
 
     # --- warm start ---------------------------------------------------------------------------
 

@@ -30,6 +30,7 @@ from .query_moment import QueryMoment
 __all__ = ["encode", "heads_per_pass", "in_kernels"]
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WARM = (Payload, WarmStart, Tensor)
 
 
 def encode(
@@ -81,12 +82,14 @@ def encode(
     grid = grid_for(calibration, config, key.layer, key.tensor, heads, shape[3])
     if not x.numel():
         return _empty(codec, shape, x.device)
-    inputs = HeadInputs(key, heads=heads, grid=None if grid is None else grid.to(x.device))
+    moment, count, centroids, ids = None, None, None, None
     if start is not None:
         centroids, ids = (None if t is None else t.to(x.device).flatten(0, 1) for t in start)
-        inputs = replace(inputs, initial_centroids=centroids, initial_ids=ids)
     if config.needs_queries and stats is not None and stats.has_queries:
-        inputs = replace(inputs, moment=stats.moment.flatten(0, 1), count=stats.count.flatten(0, 1))
+        moment, count = stats.moment.flatten(0, 1), stats.count.flatten(0, 1)
+    if grid is not None:
+        grid = grid.to(x.device)
+    inputs = HeadInputs(key, moment, count, centroids, ids, heads, grid)
     with ops.full_precision(x.device):
         groups = _head_groups(codec, shape, x.device)
         passes = [_encode_heads(codec, x, at, inputs) for at in groups]
@@ -97,7 +100,8 @@ def encode(
         tensors = codec.finish(tensors, shape)
         flags = _by_head(_join([p.flags for p in passes]), batch, heads)
     ordered = {name: tensors[name] for name in codec.stored_layout(shape, tensors)}
-    return Payload(config, shape, ordered, {k: t.to(FLAGS[k]) for k, t in flags.items()})
+    flags = {k: t if t.dtype == FLAGS[k] else t.to(FLAGS[k]) for k, t in flags.items()}
+    return Payload(config, shape, ordered, flags)
 
 
 def _encode_heads(codec: Codec, x: Tensor, heads: slice, inputs: HeadInputs) -> Encoded:
@@ -147,8 +151,8 @@ def _join(parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _by_head(tensors: dict[str, Tensor], batch: int, heads: int) -> dict[str, Tensor]:
-    """Splits N into [B, H]."""
-    return {k: t.unflatten(0, (batch, heads)) for k, t in tensors.items()}
+    """Splits N of contiguous tensors into [B, H]."""
+    return {k: t.view(batch, heads, *t.shape[1:]) for k, t in tensors.items()}
 
 
 def _empty(codec: Codec, shape: Shape, device: torch.device) -> Payload:
@@ -195,21 +199,23 @@ def _start_centroids(
     initial: Tensor | None,
 ) -> WarmStart | None:
     """Centroids [B, H, T, C_eff, D], and ids, to start from; None for a cold start."""
-    if not isinstance(warm, Payload | WarmStart | Tensor | None):
+    if not (warm is None or isinstance(warm, _WARM)):
         raise ShapeError(f"warm is a {type(warm).__name__}: expected a Payload or its centroids")
-    if not isinstance(initial, Tensor | None):
+    if not (initial is None or isinstance(initial, Tensor)):
         raise ShapeError(f"initial_centroids is a {type(initial).__name__}: expected a Tensor")
+    kind = codec.config.warm_start
+    if initial is None and (warm is None or not kind):
+        return None
     layout = codec.layout(shape, compensated=False)
     if "centroids" not in layout:
         return None
-    wanted, kind = layout["centroids"].shape, codec.config.warm_start
+    wanted = layout["centroids"].shape
     if initial is not None:
         if tuple(initial.shape) != wanted:
             raise ShapeError(f"initial_centroids are {tuple(initial.shape)}: expected {wanted}")
         _check_centroids("initial_centroids", initial)
         return WarmStart(initial)
-    if not kind or warm is None:
-        return None
+    assert warm is not None
     if isinstance(warm, Payload):
         if warm.shape != shape or warm.centroids is None:
             return None

@@ -14,6 +14,7 @@ from torch import Tensor
 from .. import ops
 from ..errors import PayloadError
 from .base import FLAGS, Encoded, HeadInputs, Shape, TensorSpec
+from .qvg import total
 from .qvg4 import QVG4Codec
 
 __all__ = ["QuantWMCodec", "sparse_coefficients"]
@@ -60,8 +61,7 @@ class QuantWMCodec(QVG4Codec):
     def encode(self, x: Tensor, inputs: HeadInputs) -> Encoded:
         """See `Codec.encode`. The host has decided whether `inputs.moment` holds any queries."""
         config = self.config
-        names = [name for name in self.flags if FLAGS[name] == torch.uint8]
-        flags = {name: x.new_zeros(x.shape[0], dtype=torch.uint8) for name in names}
+        flags: dict[str, Tensor] = {}
         weight, metric = self.sensitivity(inputs, flags)
         centroids, stored, lost_scales, _ = self.centroids(x, inputs, 0)
         ids = ops.select_centroids(
@@ -75,16 +75,18 @@ class QuantWMCodec(QVG4Codec):
         )
         subspace = self.subspace(inputs, flags)
         tensors, saturated = self.round_keys(x, centroids, ids, inputs, subspace, flags)
-        saturated = saturated + lost_scales
+        lost: Tensor | int = 0
         if config.refit:
             centroids = stored["centroids"] = self.refit(x, tensors, ids, centroids)
         if subspace is not None:
             coefficients, lost = self.compensate(x, centroids, ids, tensors, inputs, subspace)
             tensors.update(coefficients)
-            saturated = saturated + lost
         tensors["ids"] = ids[:, None].to(self.id_dtype)
         tensors.update({name: t[:, None] for name, t in stored.items()})
-        return Encoded(tensors, {"saturated": saturated, **flags})
+        for name in self.flags:
+            if FLAGS[name] == torch.uint8 and name not in flags:
+                flags[name] = x.new_zeros(x.shape[0], dtype=torch.uint8)
+        return Encoded(tensors, {"saturated": total(saturated, lost_scales, lost), **flags})
 
     def sensitivity(
         self, inputs: HeadInputs, flags: dict[str, Tensor]

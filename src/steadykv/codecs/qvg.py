@@ -13,7 +13,7 @@ from ..errors import PayloadError
 from ..reference.blocks import Decoder
 from .base import Codec, Encoded, HeadInputs, Shape, TensorSpec, check_trits
 
-__all__ = ["Clusters", "QVGCodec"]
+__all__ = ["Clusters", "QVGCodec", "total"]
 
 
 class Clusters(NamedTuple):
@@ -104,10 +104,10 @@ class QVGCodec(Codec):
     def encode(self, x: Tensor, inputs: HeadInputs) -> Encoded:
         """See `Codec.encode`."""
         config = self.config
-        saturated = torch.zeros(x.shape[0], dtype=torch.int64, device=x.device)
+        too_large: Tensor | int = 0
         if config.stages > 1:
             # Head by head, as a mask and its sum are copies of what they are made of.
-            saturated += torch.stack([torch.count_nonzero(head.abs() > STAGED_MAX) for head in x])
+            too_large = torch.stack([torch.count_nonzero(head.abs() > STAGED_MAX) for head in x])
             x.clamp_(-STAGED_MAX, STAGED_MAX)
         rows = x
         found = [self.cluster(rows, inputs, 0)]
@@ -116,14 +116,12 @@ class QVGCodec(Codec):
             found.append(self.cluster(rows, inputs, stage))
         last = found[-1]
         tensors, lost = self.round(rows, last.values, last.ids)
-        saturated += lost
         if config.refit:
             last.stored["centroids"] = self.refit(rows, tensors, last.ids, last.stored["centroids"])
         tensors["ids"] = _stacked([clusters.ids.to(self.id_dtype) for clusters in found])
         for name in last.stored:
             tensors[name] = _stacked([clusters.stored[name] for clusters in found])
-        for clusters in found:
-            saturated = saturated + clusters.saturated
+        saturated = total(lost, too_large, *(clusters.saturated for clusters in found))
         return Encoded(tensors, {"saturated": saturated})
 
     def cluster(self, x: Tensor, inputs: HeadInputs, stage: int) -> Clusters:
@@ -205,7 +203,7 @@ class QVGCodec(Codec):
         tokens = residual.shape[1]
         generator = inputs.span_key.generator(self.config.seed, stage)
         chosen = torch.randperm(tokens, generator=generator, device="cpu")[: self.config.centroids]
-        return residual[:, chosen.to(residual.device, non_blocking=True)]
+        return residual.index_select(1, chosen.to(residual.device, non_blocking=True))
 
     def decode(
         self, tensors: Mapping[str, Tensor], shape: Shape, out: Tensor, start: int, end: int
@@ -239,6 +237,14 @@ class QVGCodec(Codec):
                 f"ids reach {int(ids.max())}: expected less than {clusters} centroids"
             )
         check_trits(tensors["codes"], self.config.packing)
+
+
+def total(first: Tensor, *others: Tensor | int) -> Tensor:
+    """The sum of counts [N], without an operation for those that are known to be 0."""
+    for other in others:
+        if isinstance(other, Tensor):
+            first = first + other
+    return first
 
 
 def _stacked(stages: list[Tensor]) -> Tensor:

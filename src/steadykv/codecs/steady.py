@@ -49,11 +49,12 @@ class SteadyCodec(QuantWMCodec):
         if subspace is None:
             subspace = moment[:, :, :0], moment[:, :0, 0]
         # Without its eigenvectors nothing can be subtracted, and feedback by all of M does harm.
-        usable = torch.where(flags["psac_failed"] == 0, count, 0)
-        order, factor, flags["feedback_active"], failed = ops.feedback_factor(
+        failed = flags.get("psac_failed")
+        usable = count if failed is None else torch.where(failed.view(torch.bool), 0, count)
+        order, factor, flags["feedback_active"], lost = ops.feedback_factor(
             moment, usable, *subspace, config.damping
         )
-        flags["feedback_failed"] = failed | flags["psac_failed"]
+        flags["feedback_failed"] = lost if failed is None else lost | failed
         return ops.feedback_quantize_clustered(
             x,
             centroids,

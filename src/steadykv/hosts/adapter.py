@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
 
 from steadykv.cache import KVCache
 from steadykv.codecs import Calibration
-from steadykv.config import CacheConfig
+from steadykv.config import METHODS, CacheConfig, CachePolicy
 from steadykv.errors import ConfigError
 from steadykv.hosts.attached import AttachedCaches
 from steadykv.hosts.patches import Patches
@@ -89,8 +89,10 @@ class Session:
                     f"{self.adapter.title} attends to; leave it out, the adapter sets it"
                 )
         config = config.replace(window_frames=window_frames, sink_frames=sink_frames)
-        if changes and not (config.keys.is_dense and config.values.is_dense):
-            config = config.replace(**changes)
+        read = {f for codec in (config.keys, config.values) for f in METHODS[codec.method]}
+        read |= {f.name for f in fields(CachePolicy)}
+        if not (config.keys.is_dense and config.values.is_dense):
+            config = config.replace(**{name: changes[name] for name in changes if name in read})
         cache = KVCache(
             layers,
             heads,

@@ -39,6 +39,7 @@ class StoredPair:
         self.dtype, self.device = side.layer.geometry.dtype, side.layer.geometry.device
         self._keys: Tensor | None = None
 
+    @torch.compiler.disable
     def __getitem__(self, key: Any) -> Tensor:
         which, tokens = self._parts(key)
         if not tokens:
@@ -46,6 +47,7 @@ class StoredPair:
             return torch.empty(shape, dtype=self.dtype, device=self.device)
         return self.side.layer.read_tensor(("key", "value")[which], [(0, tokens)])
 
+    @torch.compiler.disable
     def __setitem__(self, key: Any, value: Tensor) -> None:
         which, tokens = self._parts(key)
         if value.shape[2] != tokens or (which == 1) != (self._keys is not None):
@@ -150,6 +152,7 @@ class Passes:
                 device=like.device,
                 layout="BHSD",
                 span_chunks=1,
+                recent_keep=0,  # the newest span may be the only one
             )
             self.sides[branch] = [RebuiltLayer(layer) for layer in cache]
             # Full chunks move up with every pass, so that none of them could keep its bytes.

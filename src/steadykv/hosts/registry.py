@@ -15,6 +15,11 @@ __all__ = ["adapter_named", "adapters", "find"]
 # One module each, with an ADAPTERS tuple. The order is that of the documentation.
 _MODULES = (
     "self_forcing",
+    "causal_forcing_rolling",
+    "fastvideo",
+    "longlive2",
+    "longcat",
+    "hy_worldplay",
     "anyflow_far",
     "sana_wm_refiner",
 )  # fmt: skip

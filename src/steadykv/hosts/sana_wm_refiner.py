@@ -43,15 +43,18 @@ class StoredLayer:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.plain, name)
 
+    @torch.compiler.disable
     def store_sink(self, k: Tensor, v: Tensor) -> None:
         """Hold keys before their rotary embedding and values, each [B, S, H·D]."""
         side, k, v = self.window.side("sink", self.number, k, v)
         side.replace(k, v, observed=True)
 
+    @torch.compiler.disable
     def get_sink(self) -> Pair | None:
         """What `store_sink` was given, or None."""
         return self.window.read("sink", self.number)
 
+    @torch.compiler.disable
     def store_history(self, k: Tensor, v: Tensor) -> None:
         """Hold keys after their rotary embedding and values, each [B, S, H·D].
 
@@ -61,6 +64,7 @@ class StoredLayer:
         if not trimmed(side, k, v):
             side.extend(k, v, observed=True)
 
+    @torch.compiler.disable
     def get_history(self) -> Pair | None:
         """What `store_history` was given, or None."""
         return self.window.read("history", self.number)
@@ -84,6 +88,8 @@ class Window:
     def side(self, branch: str, number: int, *given: Tensor) -> tuple[Any, ...]:
         """One layer of a branch, and what is given, [B, S, H·D], by heads in its dtype."""
         if branch not in self.sides:
+            # The sink is one span, which has no earlier queries and no later neighbour.
+            own = {"first_span": "own", "recent_keep": 0} if branch == "sink" else {}
             cache = self.session.build(
                 branch,
                 layers=self.layers,
@@ -93,6 +99,7 @@ class Window:
                 dtype=given[0].dtype,
                 device=given[0].device,
                 span_chunks=1,
+                **own,  # type: ignore[arg-type]  # names of the configuration's
             )
             self.sides[branch] = [RebuiltLayer(layer) for layer in cache]
         side = self.sides[branch][number]

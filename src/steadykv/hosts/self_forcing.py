@@ -25,6 +25,10 @@ TITLE = "Self-Forcing"
 ROPE = "causal_rope_apply"
 # Branch -> the pipeline's attribute that holds its list.
 LISTS = {"main": "kv_cache1", "positive": "kv_cache_pos", "negative": "kv_cache_neg"}
+# Of pipelines with the same initializers that other adapters know.
+OTHERS = {
+    "_initialize_kv_cache_mouse_and_keyboard", "inference_rolling_forcing", "_pin_current_chunk",
+}  # fmt: skip
 
 
 class IndexedEntry(dict[str, Any]):
@@ -45,11 +49,10 @@ class IndexedEntry(dict[str, Any]):
 
 
 def matches(host: Any) -> bool:
-    """A pipeline with the initializer and without the caches of actions."""
+    """A pipeline with the initializers, and with nothing that another adapter's host has."""
     names = set(dir(host))
-    return {"_initialize_kv_cache", "_initialize_crossattn_cache", "generator"} <= names and (
-        "_initialize_kv_cache_mouse_and_keyboard" not in names
-    )
+    wanted = {"_initialize_kv_cache", "_initialize_crossattn_cache", "generator"}
+    return wanted <= names and not OTHERS & names
 
 
 def check(host: Any) -> None:

@@ -33,7 +33,10 @@ class SlicedLayer:
     rotation: the host's rotary embedding, where keys are to be stored before it. packed: give out
     `PackedWindow`s, for a host whose attention is watched by `observe_attention`.
     A write at token 0 behind other tokens starts over, as a new prompt does.
+    observed: of a host that writes after it attended, see `LayerCache.write`.
     """
+
+    observed = False
 
     def __init__(
         self,
@@ -68,7 +71,7 @@ class SlicedLayer:
         if self.rotation is not None:
             self.rotation.check(k, start)
             k = self.rotation.before(k)
-        self.layer.write(k, v, start)
+        self.layer.write(k, v, start, observed=self.observed)
 
     def read(self, name: str, start: int, end: int) -> Tensor | PackedWindow:
         """Tokens that the slice [start, end) of the host's buffer would hold, in fresh memory."""

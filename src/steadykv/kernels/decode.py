@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from ..reference.blocks import Decoder, Heads
 from .decode_groups import groups_kernel
 from .decode_levels import levels_kernel, outliers_kernel
 from .decode_pairs import pairs_kernel
-from .launch import Launch, blocks, interpreted, on_device, power_of_two, tile_width
+from .launch import Launch, blocks, interpreted, kind_of, on_device, power_of_two, tile_width
 
 __all__ = [
     "clustered_decoder",
@@ -135,13 +136,15 @@ def decode_nonuniform(
     words = power_of_two(blocks(width, 8))
     tile = _tile(TILES, 8 * words)
     tiles = blocks(count, tile.tokens)
+    inputs = (out, codes, stored["center"], stored["half"], stored["levels"])
+    constants = (
+        width, words, row, bits, axis == "tokens", _is_aligned(out.shape, out.stride()),
+        _heads_first(out.stride()), tile.tokens,
+    )  # fmt: skip
     with on_device(out):
-        levels_kernel[(batch * heads * tiles,)](
-            out, codes, stored["center"], stored["half"], stored["levels"], *out.stride(),
-            batch * heads, heads, start, count, tokens, tiles,
-            WIDTH=width, WORDS=words, ROW=row, BITS=bits, BY_TOKENS=axis == "tokens",
-            IS_ALIGNED=_is_aligned(out.shape, out.stride()), HEADS_FIRST=_heads_first(out.stride()),
-            BLOCK_T=tile.tokens, num_warps=tile.warps,
+        _launch_of(levels_kernel, tile.warps, inputs, constants)(
+            None, (batch * heads * tiles, 1, 1),
+            *inputs, *out.stride(), batch * heads, heads, start, count, tokens, tiles, *constants,
         )  # fmt: skip
         values, index = stored["outlier_values"], stored["outlier_index"]
         if not values.numel():
@@ -151,10 +154,10 @@ def decode_nonuniform(
         else:
             vectors, first, used = tokens, start, count
         programs = blocks(used * values.shape[-1], OUTLIERS)
-        outliers_kernel[(batch * programs,)](
-            out, values, index, *out.stride(), start, count, vectors, first, used,
-            values.shape[-1], programs,
-            WIDTH=width, BY_TOKENS=axis == "tokens", BLOCK=OUTLIERS,
+        sizes = (width, axis == "tokens", OUTLIERS)
+        _launch_of(outliers_kernel, 4, (out, values, index), sizes)(
+            None, (batch * programs, 1, 1), out, values, index, *out.stride(),
+            start, count, vectors, first, used, values.shape[-1], programs, *sizes,
         )  # fmt: skip
 
 
@@ -194,7 +197,7 @@ def _groups_decoder(
         rank, min(RANK_BLOCK, tile_width(rank)), levels, packing == "trits",
     )  # fmt: skip
 
-    launch = Launch(groups_kernel, warps)
+    launch = _launch_of(groups_kernel, warps, payload, (*sizes[3:], tile_tokens))
     is_whole = packing == "bits" and axis == "channels" and not levels
     pairs = _pairs_decoder(stored, width, grid, bits, group_size) if is_whole else None
 
@@ -247,7 +250,7 @@ def _pairs_decoder(
         centroids.shape[3], stored["zeros"].shape[2] if has_zeros else 0, width, group, rank,
         INTERPRETED, min(COMPENSATED_SIDE if rank else PAIRS_SIDE, group // 8), PAIRS.tokens,
     )  # fmt: skip
-    launch = Launch(pairs_kernel, PAIRS.warps)
+    launch = _launch_of(pairs_kernel, PAIRS.warps, payload, sizes[2:])
 
     def decode(first_row: int, out: Tensor, start: int) -> None:
         batch, heads, count, _ = out.shape
@@ -259,6 +262,20 @@ def _pairs_decoder(
         )  # fmt: skip
 
     return decode
+
+
+def _launch_of(
+    kernel: Any, warps: int, payload: Sequence[Tensor | None], constants: tuple[Any, ...]
+) -> Launch:
+    """One for all payloads of a form, so that those of a new span are not looked up."""
+    absent = tuple(tensor is None for tensor in payload)
+    given = (tensor for tensor in payload if tensor is not None)
+    return _launch_of_form(kernel, warps, kind_of(*given, constants=(absent, *constants)))
+
+
+@cache
+def _launch_of_form(kernel: Any, warps: int, form: tuple[Any, ...]) -> Launch:
+    return Launch(kernel, warps)
 
 
 def _can_pair(out: Tensor, count: int) -> bool:

@@ -10,12 +10,14 @@ instead of sums through shared memory.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import on_device, power_of_two, shared_memory, tile_width
+from .launch import Launch, kind_of, on_device, power_of_two, shared_memory, tile_width
 
 __all__ = ["can_iterate", "strongest"]
 
@@ -27,6 +29,8 @@ LARGE_BLOCK_BYTES = 172 << 10  # shared memory of D over 128, or of 32 vectors; 
 def can_iterate(moment: Tensor, rank: int) -> bool:
     """Whether `strongest` takes this rank and width on this device."""
     width = moment.shape[-1]
+    if moment.is_cuda and not _multiplies_doubles(moment.get_device()):
+        return False
     is_large = width > 128 or block_of(rank) > 16
     if is_large and shared_memory(moment.device) < LARGE_BLOCK_BYTES:
         return False
@@ -49,24 +53,21 @@ def strongest(moment: Tensor, count: Tensor, rank: int) -> tuple[Tensor, Tensor,
     block = block_of(rank)
     rows = power_of_two(width)
     scratch = torch.empty(heads, rows, block, dtype=torch.float64, device=moment.device)
+    moment, count = moment.contiguous(), count.contiguous()
+    sizes = (width, rank, block, rows)
     if heads:
         with on_device(moment):
-            _strongest_kernel[(heads,)](
-                moment.contiguous(),
-                count.contiguous(),
-                scratch,
-                vectors,
-                values,
-                active,
-                failed,
-                WIDTH=width,
-                RANK=rank,
-                COLUMNS=block,
-                BLOCK_D=rows,
-                num_warps=8,
-                enable_fp_fusion=False,
-            )
+            _strongest(
+                kind_of(moment, count, constants=sizes), (heads, 1, 1),
+                moment, count, scratch, vectors, values, active, failed, *sizes,
+            )  # fmt: skip
     return vectors, values, active, failed
+
+
+@cache
+def _multiplies_doubles(index: int) -> bool:
+    """Triton cannot compile such products of FP64 for compute capability 10."""
+    return torch.cuda.get_device_capability(index)[0] != 10
 
 
 def block_of(rank: int) -> int:
@@ -249,3 +250,6 @@ def _ranks(b_theta, COLUMNS: tl.constexpr):
     b_column = tl.sum(tl.where(o_i == o_j, b_theta[None, :], 0.0), 1)[:, None]
     is_before = (b_column > b_theta[None, :]) | ((b_column == b_theta[None, :]) & (o_i < o_j))
     return tl.sum(is_before.to(tl.int32), 0)
+
+
+_strongest = Launch(_strongest_kernel, 8, enable_fp_fusion=False)

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .launch import on_device, tile_width
+from .launch import Launch, kind_of, on_device, tile_width
 
 __all__ = ["MAX_WIDTH", "factors"]
 
@@ -36,26 +36,15 @@ def factors(
     failed = torch.empty_like(active)
     block = tile_width(width)
     matrix = torch.empty(heads, block, block, dtype=torch.float64, device=device)
-    # A number of the host would reach the kernel as FP32.
-    ridge = torch.full((), damping, dtype=torch.float64, device=device)
+    inputs = tuple(t.contiguous() for t in (moment, count, vectors, values))
+    # The damping as a constant, because a number of the host would reach the kernel as FP32.
+    constants = (float(damping), width, vectors.shape[-1], block)
     if heads:
         with on_device(moment):
-            _factor_kernel[(heads,)](
-                moment.contiguous(),
-                count.contiguous(),
-                vectors.contiguous(),
-                values.contiguous(),
-                ridge,
-                matrix,
-                order,
-                factor,
-                active,
-                failed,
-                WIDTH=width,
-                RANK=vectors.shape[-1],
-                BLOCK_D=block,
-                num_warps=8,
-            )
+            _factor(
+                kind_of(*inputs, constants=constants), (heads, 1, 1),
+                *inputs, matrix, order, factor, active, failed, *constants,
+            )  # fmt: skip
     return order, factor, active, failed
 
 
@@ -65,12 +54,12 @@ def _factor_kernel(
     p_count,
     p_vectors,
     p_values,
-    p_ridge,
     p_matrix,
     p_order,
     p_factor,
     p_active,
     p_failed,
+    DAMPING: tl.constexpr,
     WIDTH: tl.constexpr,
     RANK: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -86,7 +75,7 @@ def _factor_kernel(
     b_diagonal = tl.load(p_moment + o_a * (WIDTH + 1), mask=m_a, other=0.0).to(tl.float64)
     filled = tl.sum((b_diagonal != 0).to(tl.int32), 0)
     is_wanted = (tl.load(p_count + i_n) > 0) & (filled > 0)
-    ridge = tl.load(p_ridge) * (tl.sum(b_diagonal, 0) / WIDTH)
+    ridge = (tl.sum(b_diagonal, 0) / WIDTH) * DAMPING
     b_place = _places(p_vectors + i_n * WIDTH * RANK, p_values + i_n * RANK, b_diagonal + ridge,
                       WIDTH, RANK, BLOCK_D)  # fmt: skip
     tl.store(p_order + o_a, o_a.to(tl.int64), mask=m_a)
@@ -234,3 +223,6 @@ def _shift_of(x):
     """The power of two that brings FP64 x > 0 into [0.5, 1)."""
     exponent = (x.to(tl.int64, bitcast=True) >> 52) - 1022
     return ((1023 - exponent) << 52).to(tl.float64, bitcast=True)
+
+
+_factor = Launch(_factor_kernel, 8)

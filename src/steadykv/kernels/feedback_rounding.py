@@ -16,7 +16,7 @@ from ..reference import feedback_rounding as reference
 from ..reference.blocks import FP16_MAX as _FP16_MAX
 from .factor import MAX_WIDTH, factors
 from .feedback_tiles import plan_kernel, turn_kernel
-from .launch import blocks, interpreted, on_device, power_of_two
+from .launch import Launch, blocks, interpreted, kind_of, on_device, power_of_two
 from .numbers import nearest
 from .streams import store_codes, store_zeros
 
@@ -26,7 +26,7 @@ FP16_MAX = tl.constexpr(_FP16_MAX)
 MAGIC = tl.constexpr(12582912.0)  # 1.5·2^23: added to a number, it leaves the nearest integer
 BLOCK_S = 128  # four tokens a lane of one warp
 CHANNELS = 16  # of a block: their residuals are four registers each
-MAXNREG = 168
+MAXNREG = 128  # sixteen warps a multiprocessor: faster than 12 of 168, and 8 of 255
 TURN_WARPS = 8
 
 
@@ -99,62 +99,28 @@ def _quantize(
     base = empty(heads, dtype=torch.float16)
     zeros = empty(heads, blocks(tokens * groups * bits, 8), dtype=torch.uint8)
     lost = empty(heads, dtype=torch.int64)
-    factor = factor.contiguous()
+    x, order, factor = x.contiguous(), order.contiguous(), factor.contiguous()
+    clusters = () if centroids is None or ids is None else (centroids, ids)
+    of_plan = (width, group_size, power_of_two(width))
+    of_turn = (
+        0 if centroids is None else centroids.shape[1], width, group_size, groups, include_zero,
+        min(64, power_of_two(group_size)), BLOCK_S,
+    )  # fmt: skip
+    of_round = (width, bits, groups, CHANNELS, BLOCK_S, interpreted())
     with on_device(x):
-        plan_kernel[(heads,)](
-            order.contiguous(),
-            factor,
-            back,
-            group,
-            plan,
-            WIDTH=width,
-            GROUP=group_size,
-            BLOCK_D=power_of_two(width),
-        )
-        turn_kernel[(tiles, heads)](
-            x.contiguous(),
-            centroids,
-            ids,
-            back,
-            rest,
-            grid,
-            span,
-            tokens,
-            CLUSTERS=0 if centroids is None else centroids.shape[1],
-            WIDTH=width,
-            GROUP=group_size,
-            GROUPS=groups,
-            INCLUDE_ZERO=include_zero,
-            CHUNK=min(64, power_of_two(group_size)),
-            BLOCK_S=BLOCK_S,
-            num_warps=TURN_WARPS,
-        )
-        _round_kernel[(tiles, heads)](
-            back,
-            group,
-            plan,
-            factor,
-            span,
-            rest,
-            grid,
-            steps,
-            codes,
-            scale_codes,
-            zeros,
-            base,
-            lost,
-            tokens,
-            zeros.shape[1],
-            WIDTH=width,
-            BITS=bits,
-            GROUPS=groups,
-            CHANNELS=CHANNELS,
-            BLOCK_S=BLOCK_S,
-            INTERPRET=interpreted(),
-            num_warps=1,
-            maxnreg=MAXNREG,
-            enable_fp_fusion=False,
-        )
+        _plan(
+            kind_of(order, factor, constants=of_plan), (heads, 1, 1),
+            order, factor, back, group, plan, *of_plan,
+        )  # fmt: skip
+        _turn(
+            kind_of(x, *clusters, constants=of_turn), (tiles, heads, 1),
+            x, centroids, ids, back, rest, grid, span, tokens, *of_turn,
+        )  # fmt: skip
+        _round(
+            kind_of(factor, constants=of_round), (tiles, heads, 1),
+            back, group, plan, factor, span, rest, grid, steps, codes, scale_codes, zeros, base,
+            lost, tokens, zeros.shape[1], *of_round,
+        )  # fmt: skip
     tensors = {"codes": codes, "scale_codes": scale_codes, "scale_base": base, "zeros": zeros}
     return tensors, lost
 
@@ -350,3 +316,8 @@ def _channel(b_rest, o_k, k):
     """Row k of [channels, tokens], by its bits: for the compiler a mere choice of registers."""
     b_bits = tl.where((o_k == k)[:, None], b_rest.to(tl.int32, bitcast=True), 0)
     return tl.xor_sum(b_bits, 0).to(tl.float32, bitcast=True)
+
+
+_plan = Launch(plan_kernel, 4)
+_turn = Launch(turn_kernel, TURN_WARPS)
+_round = Launch(_round_kernel, 1, maxnreg=MAXNREG, enable_fp_fusion=False)

@@ -25,6 +25,7 @@ __all__ = ["group_dequantize", "group_quantize", "quantize_clustered"]
 TILE = 2048  # numbers of one warp
 WARPS = 1  # of one program
 FP16_MAX = tl.constexpr(65504.0)
+FP32_MAX = tl.constexpr(3.4028234663852886e38)
 
 
 def group_quantize(
@@ -260,6 +261,7 @@ def _affine_kernel(
     )
     top = tl.load(p_counts + tl.num_programs(1) + head).to(tl.int32).to(tl.float32, bitcast=True)
     # The FP16 base of a head is 1/255 of its widest step.
+    top = tl.minimum(top, FP32_MAX)  # or 0 times it would be NaN: a range may leave FP32
     wanted = tl.div_rn(tl.div_rn(top, top * 0 + (LEVELS - 1.0)), top * 0 + 255.0)
     base = tl.minimum(wanted, FP16_MAX).to(tl.float16)
     if first == 0:
@@ -273,8 +275,9 @@ def _affine_kernel(
     p_high = p_low + tl.num_programs(1).to(tl.int64) * tokens * ALL
     low = tl.load(p_low + o_flat, mask=m_flat, other=0.0)
     high = tl.load(p_high + o_flat, mask=m_flat, other=0.0)
-    unit = base.to(tl.float32) + low * 0.0
-    wanted = tl.div_rn(high - low, low * 0.0 + (LEVELS - 1.0))
+    nothing = tl.zeros([TOKENS * ALL], tl.float32)
+    unit = base.to(tl.float32) + nothing
+    wanted = tl.div_rn(high - low, nothing + (LEVELS - 1.0))
     count = tl.minimum(tl.maximum(clipped(tl.div_rn(wanted, divisor(unit))), 1.0), 255.0)
     step = divisor(unit * count)
     zero = tl.minimum(tl.maximum(clipped(tl.div_rn(-low, step)), 0.0), LEVELS - 1.0)
@@ -301,7 +304,7 @@ def _affine_kernel(
             even_code += above(even, limit, INTERPRET)
             odd_code += above(odd, limit, INTERPRET)
     else:
-        inverse = _of_groups(tl.div_rn(low * 0.0 + 1.0, step), TOKENS, ALL)
+        inverse = _of_groups(tl.div_rn(nothing + 1.0, step), TOKENS, ALL)
         step = _of_groups(step, TOKENS, ALL)
         zero = _of_groups(zero, TOKENS, ALL)
         even_code = rounded(even, step, inverse) + zero

@@ -21,6 +21,7 @@ __all__ = [
     "power_of_two",
     "processors",
     "shared_memory",
+    "size_kinds",
     "smaller_device",
     "tile_width",
 ]
@@ -34,7 +35,7 @@ def on_device(tensor: Tensor) -> Any:
     """Launches inside go to the device of `tensor`, whichever is current."""
     if not tensor.is_cuda:
         return _HERE
-    if torch.compiler.is_compiling() or tensor.get_device() != torch.cuda.current_device():
+    if torch.compiler.is_compiling() or tensor.get_device() != torch._C._cuda_getDevice():
         return torch.cuda.device(tensor.device)
     return _HERE  # entering the current device again would take as long as a small op
 
@@ -43,11 +44,12 @@ class Launch:
     """Launches a kernel again without Triton's look-up of the compiled one, most of a launch.
 
     `kind`: the device, and whatever else of the arguments Triton would compile another kernel for:
-    see `kind_of`. Integers have to be constants or `do_not_specialize`.
+    see `kind_of`. Integers have to be constants, `do_not_specialize` or in it by `size_kinds`.
+    options: those of Triton's launch, beside the number of warps.
     """
 
-    def __init__(self, kernel: Any, warps: int) -> None:
-        self.kernel, self.warps = kernel, warps
+    def __init__(self, kernel: Any, warps: int, **options: Any) -> None:
+        self.kernel, self.options = kernel, {"num_warps": warps, **options}
         self.compiled: dict[Any, Any] = {}
 
     def __call__(self, kind: Any, grid: tuple[int, int, int], *arguments: Any) -> None:
@@ -55,17 +57,18 @@ class Launch:
         found = self.compiled.get(kind)
         if found is not None:
             hooks = triton.knobs.runtime
-            if hooks.launch_enter_hook is not None:  # a profiler wants more of it
+            enter, leave = hooks.launch_enter_hook, hooks.launch_exit_hook
+            # A profiler, in a chain that is empty without one, wants to know more of it.
+            if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
                 found[grid](*arguments)
                 return
             stream = torch._C._cuda_getCurrentRawStream(torch._C._cuda_getDevice())
             found.run(
-                *grid, stream, found.function, found.packed_metadata, None, None,
-                hooks.launch_exit_hook, *arguments,
-            )  # fmt: skip
+                *grid, stream, found.function, found.packed_metadata, None, None, None, *arguments
+            )
             return
         # None where it is interpreted.
-        self.compiled[kind] = self.kernel[grid](*arguments, num_warps=self.warps)
+        self.compiled[kind] = self.kernel[grid](*arguments, **self.options)
 
 
 def kind_of(*tensors: Tensor, constants: tuple[Any, ...] = ()) -> tuple[Any, ...]:
@@ -75,6 +78,11 @@ def kind_of(*tensors: Tensor, constants: tuple[Any, ...] = ()) -> tuple[Any, ...
     """
     forms = [(t.dtype, t.data_ptr() % 16 == 0) for t in tensors]
     return (tensors[0].get_device(), *forms, constants)
+
+
+def size_kinds(*sizes: int) -> tuple[int, ...]:
+    """What kernels are told apart by, of integers they specialise on: 1, 16 divides it, 64 bits."""
+    return tuple(1 if n == 1 else (n % 16 == 0) + 2 * (n >= 1 << 31) + 2 for n in sizes)
 
 
 def blocks(count: int, size: int) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["joined", "least_in_lanes", "merged"]
+__all__ = ["joined", "least_in_lanes", "merged", "sortable", "unsorted"]
 
 
 @triton.jit
@@ -97,3 +97,16 @@ def joined(values, COUNT: tl.constexpr):
             for i in tl.static_range(COUNT >> stage):
                 values = values + (tl.join(old[i], old[i + (COUNT >> stage)]),)
     return values[0]
+
+
+@triton.jit
+def sortable(x):
+    """An int32 that is in the order of FP32 x."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def unsorted(key):
+    """The FP32 number of a `sortable` key."""
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)

@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..reference import qsac as reference
-from .launch import blocks, interpreted, on_device, power_of_two, shared_memory, tile_width
-from .networks import joined, least_in_lanes, merged
+from .launch import (
+    Launch,
+    blocks,
+    interpreted,
+    kind_of,
+    on_device,
+    power_of_two,
+    shared_memory,
+    tile_width,
+)
+from .networks import joined, least_in_lanes, merged, sortable, unsorted
 
 __all__ = ["query_metric", "select_centroids"]
 
@@ -19,6 +30,8 @@ PARTS = 2  # BF16 numbers that add up to an FP32 one, to 2^-18 of it
 LARGE_TILE_BYTES = 200 << 10  # shared memory in which 128 tokens meet 128 centroids twice
 MAXNREG = 128  # two programs a multiprocessor: one multiplies while the other one sorts
 ROUND = 256  # centroids that six bits tell apart: four of them are those of different threads
+
+RANGE_TOKENS = 32  # of a program that takes ranges
 
 query_metric = reference.query_metric  # an ablation: solves once a span
 
@@ -67,61 +80,34 @@ def select_centroids(
     block_c = min(block_c, tile_width(clusters))
     block_k = min(block_k, tile_width(width))
     chunks = min(ROUND // block_c, blocks(clusters, block_c))
+    # Smaller tiles, and those that read their tokens again, have room for more programs.
+    maxnreg = MAXNREG if warps == 8 and width <= block_k else None
+    inputs = (centroids,) if weight is None else (centroids, weight)
+    of_weights = (width, clusters, parts, power_of_two(width))
+    of_near = (
+        width, clusters, candidates, parts, blocks(clusters, chunks * block_c), chunks,
+        power_of_two(chunks * block_c // 4), (block_c // 8).bit_length(),
+        block_s, block_c, block_k, power_of_two(candidates), interpreted(),
+    )  # fmt: skip
+    of_range = (
+        width, clusters, candidates, group_size, blocks(width, group_size), include_zero,
+        RANGE_TOKENS, power_of_two(group_size), power_of_two(candidates),
+    )  # fmt: skip
     with on_device(x):
-        _weigh_kernel[(blocks(clusters, 32), heads)](
-            centroids,
-            weight,
-            weighted,
-            square,
-            WIDTH=width,
-            CLUSTERS=clusters,
-            PARTS=parts,
-            BLOCK_D=power_of_two(width),
-        )
-        _near_kernel[(blocks(tokens, block_s), heads)](
-            x,
-            weighted,
-            square,
-            near,
-            tokens,
-            WIDTH=width,
-            CLUSTERS=clusters,
-            CANDIDATES=candidates,
-            PARTS=parts,
-            ROUNDS=blocks(clusters, chunks * block_c),
-            CHUNKS=chunks,
-            CODES=power_of_two(chunks * block_c // 4),
-            STEPS=(block_c // 8).bit_length(),
-            BLOCK_S=block_s,
-            BLOCK_C=block_c,
-            BLOCK_K=block_k,
-            BLOCK_M=power_of_two(candidates),
-            INTERPRETED=interpreted(),
-            num_warps=warps,
-            num_stages=2,
-            # Smaller tiles, and those that read their tokens again, have room for more programs.
-            maxnreg=MAXNREG if warps == 8 and width <= block_k else None,
-        )
+        _weigh(
+            kind_of(*inputs, constants=(x.dtype, *of_weights)), (blocks(clusters, 32), heads, 1),
+            centroids, weight, weighted, square, *of_weights,
+        )  # fmt: skip
+        _near(warps, maxnreg)(
+            kind_of(x, constants=(near.dtype, *of_near)), (blocks(tokens, block_s), heads, 1),
+            x, weighted, square, near, tokens, *of_near,
+        )  # fmt: skip
         if candidates > 1:
-            _range_kernel[(blocks(tokens, 32), heads)](
-                x,
-                centroids,
-                weight,
-                near,
-                ids,
-                tokens,
-                WIDTH=width,
-                CLUSTERS=clusters,
-                CANDIDATES=candidates,
-                GROUP=group_size,
-                GROUPS=blocks(width, group_size),
-                INCLUDE_ZERO=include_zero,
-                BLOCK_S=32,
-                BLOCK_G=power_of_two(group_size),
-                BLOCK_M=power_of_two(candidates),
-                num_warps=4,
-                enable_fp_fusion=False,
-            )
+            _range(
+                kind_of(x, *inputs, constants=(near.dtype, *of_range)),
+                (blocks(tokens, RANGE_TOKENS), heads, 1),
+                x, centroids, weight, near, ids, tokens, *of_range,
+            )  # fmt: skip
     return ids
 
 
@@ -199,7 +185,8 @@ def _near_kernel(
     m_s = first + o_s < tokens
     p_x += (i_n * tokens + first) * WIDTH
     p_weighted += i_n * PARTS * CLUSTERS * WIDTH
-    b_x = _tokens(p_x, m_s, 0, WIDTH, BLOCK_S, BLOCK_K, INTERPRETED)
+    if TILES == 1:
+        b_x = _tokens(p_x, m_s, 0, WIDTH, BLOCK_S, BLOCK_K, INTERPRETED)
     # The least so far in the first half, those of one round in the second.
     b_value = tl.full([BLOCK_S, 2 * BLOCK_M], float("inf"), tl.float32)
     b_index = tl.zeros([BLOCK_S, 2 * BLOCK_M], tl.int32)
@@ -209,21 +196,18 @@ def _near_kernel(
             o_c = (round * CHUNKS + chunk) * BLOCK_C + o_place
             m_c = o_c < CLUSTERS
             b_dot = tl.zeros([BLOCK_S, BLOCK_C], tl.float32)
-            for i in tl.static_range(PARTS * TILES):
-                if TILES > 1:
+            p_mu = p_weighted + o_c[None, :] * WIDTH
+            if TILES == 1:
+                for part in tl.static_range(PARTS):
+                    b_dot = _more(b_dot, b_x, p_mu + part * (CLUSTERS * WIDTH), 0, m_c,
+                                  WIDTH, BLOCK_K, INTERPRETED)  # fmt: skip
+            else:
+                for i in range(PARTS * TILES):
                     b_x = _tokens(p_x, m_s, i % TILES, WIDTH, BLOCK_S, BLOCK_K, INTERPRETED)
-                o_d = i % TILES * BLOCK_K + tl.arange(0, BLOCK_K)
-                b_mu = tl.load(
-                    p_weighted + i // TILES * (CLUSTERS * WIDTH) + o_c[None, :] * WIDTH
-                    + o_d[:, None],
-                    mask=m_c[None, :] & (o_d < WIDTH)[:, None],
-                    other=0.0,
-                )  # fmt: skip
-                if INTERPRETED:
-                    b_mu = b_mu.to(tl.float32)
-                b_dot = tl.dot(b_x, b_mu, b_dot, input_precision="tf32x3")
+                    b_dot = _more(b_dot, b_x, p_mu + i // TILES * (CLUSTERS * WIDTH), i % TILES,
+                                  m_c, WIDTH, BLOCK_K, INTERPRETED)  # fmt: skip
             b_square = tl.load(p_square + i_n * CLUSTERS + o_c, mask=m_c, other=float("inf"))
-            b_key = _sortable(b_square[None, :] - 2 * b_dot)
+            b_key = sortable(b_square[None, :] - 2 * b_dot)
             b_key = (b_key & -CODES) | (chunk * (BLOCK_C // 4) + o_code)[None, :]
             found = least_in_lanes(b_key, BLOCK_S, BLOCK_C, BLOCK_M, STEPS)
             if chunk == 0:
@@ -239,7 +223,7 @@ def _near_kernel(
             b_least = tl.where(is_chosen, 0x7FFFFFFF, b_least)
             b_id = round * (CHUNKS * BLOCK_C) + (b_key & (CODES - 1)) * 4 + b_at // BLOCK_M
             is_column = o_m == (m if round == 0 else BLOCK_M + m)
-            b_value = tl.where(is_column, _unsorted(b_key & -CODES)[:, None], b_value)
+            b_value = tl.where(is_column, unsorted(b_key & -CODES)[:, None], b_value)
             b_index = tl.where(is_column, b_id[:, None], b_index)
         if round > 0:
             b_old, b_of = b_value, b_index
@@ -278,15 +262,23 @@ def _tokens(
 
 
 @triton.jit
-def _sortable(x):
-    """An int32 that is in the order of FP32 x."""
-    bits = x.to(tl.int32, bitcast=True)
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _unsorted(key):
-    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+def _more(
+    b_dot,
+    b_x,
+    p_mu,
+    tile,
+    m_c,
+    WIDTH: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
+    """`b_dot` and the products of one tile of channels with `p_mu` [1, centroids]."""
+    o_d = tile * BLOCK_K + tl.arange(0, BLOCK_K)
+    mask = m_c[None, :] & (o_d < WIDTH)[:, None]
+    b_mu = tl.load(p_mu + o_d[:, None], mask=mask, other=0.0)
+    if INTERPRETED:
+        b_mu = b_mu.to(tl.float32)
+    return tl.dot(b_x, b_mu, b_dot, input_precision="tf32x3")
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -343,3 +335,12 @@ def _range_kernel(
     _, b_at = tl.min(b_score, 1, return_indices=True, return_indices_tie_break_left=True)
     b_id = tl.load(p_near + o_s * CANDIDATES + tl.minimum(b_at, CANDIDATES - 1), mask=m_s, other=0)
     tl.store(p_ids + row + o_s, b_id.to(tl.int64), mask=m_s)
+
+
+@cache
+def _near(warps: int, maxnreg: int | None) -> Launch:
+    return Launch(_near_kernel, warps, num_stages=2, maxnreg=maxnreg)
+
+
+_weigh = Launch(_weigh_kernel, 4)
+_range = Launch(_range_kernel, 4, enable_fp_fusion=False)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..reference import query_moment as reference
-from .launch import blocks, interpreted, on_device, tile_width
+from .launch import Launch, blocks, interpreted, kind_of, on_device, size_kinds, tile_width
 from .numbers import finite
 
 __all__ = ["accumulate_moment", "channel_weight", "merge_moment"]
@@ -19,6 +21,7 @@ __all__ = ["accumulate_moment", "channel_weight", "merge_moment"]
 LEAST_SHARE = 512
 MAX_SHARES = 16
 MAX_TILE = 128  # channels of a block of M
+FOLD_BLOCK = 1024  # numbers of M that a program folds in
 
 merge_moment = reference.merge_moment  # a few operations on [N, D, D], once a span
 
@@ -30,10 +33,12 @@ def channel_weight(moment: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         return reference.channel_weight(moment, count)
     weight = torch.empty(heads, width, dtype=torch.float32, device=moment.device)
     active = torch.empty(heads, dtype=torch.uint8, device=moment.device)
+    strides = (*moment.stride(), *count.stride())
+    kind = kind_of(moment, count, constants=(width, *size_kinds(*strides)))
     with on_device(moment):
-        _weight_kernel[heads,](
-            moment, count, weight, active, *moment.stride(), *count.stride(), WIDTH=width,
-            LEVELS=width.bit_length() - 1, num_warps=1,
+        _weight(
+            kind, (heads, 1, 1), moment, count, weight, active, *strides, width,
+            width.bit_length() - 1,
         )  # fmt: skip
     return weight, active
 
@@ -62,38 +67,20 @@ def _accumulate_now(moment: Tensor, count: Tensor, queries: Tensor) -> None:
     partial = torch.empty(
         batch * heads, shares, width, width, dtype=torch.float32, device=moment.device
     )
+    of_queries, of_count = queries.stride(), count.stride()
+    of_fold = (*moment.stride(), *of_count)
+    constants = (pooled, width, tiles, block_q, block_d, interpreted())
     with on_device(moment):
-        _product_kernel[(shares, batch * heads, tiles * tiles)](
-            queries,
-            partial,
-            *queries.stride(),
-            heads,
-            tokens,
-            rows,
-            share,
-            POOLED=pooled,
-            WIDTH=width,
-            TILES=tiles,
-            BLOCK_Q=block_q,
-            BLOCK_D=block_d,
-            INTERPRETED=interpreted(),
-            num_warps=8 if block_d == MAX_TILE else 4,
-            num_stages=2,
-        )
-        _fold_kernel[(blocks(width * width, 1024), batch * heads)](
-            moment,
-            count,
-            partial,
-            *moment.stride(),
-            *count.stride(),
-            heads,
-            shares,
-            rows,
-            WIDTH=width,
-            BLOCK=1024,
-            enable_fp_fusion=False,
-        )
-    count += rows
+        _product(8 if block_d == MAX_TILE else 4)(
+            kind_of(queries, count, constants=(*constants, *size_kinds(*of_queries, *of_count))),
+            (shares, batch * heads, tiles * tiles),
+            queries, partial, count, *of_queries, *of_count, heads, tokens, rows, share, *constants,
+        )  # fmt: skip
+        _fold(
+            kind_of(moment, count, constants=(width, *size_kinds(*of_fold))),
+            (blocks(width * width, FOLD_BLOCK), batch * heads, 1),
+            moment, count, partial, *of_fold, heads, shares, rows, width, FOLD_BLOCK,
+        )  # fmt: skip
 
 
 _accumulate = torch.library.custom_op(
@@ -112,10 +99,13 @@ def _(moment: Tensor, count: Tensor, queries: Tensor) -> None:
 def _product_kernel(
     p_queries,
     p_partial,
+    p_count,
     stride_b,
     stride_h,
     stride_s,
     stride_d,
+    stride_cb,
+    stride_ch,
     heads,
     tokens,
     rows,
@@ -127,13 +117,19 @@ def _product_kernel(
     BLOCK_D: tl.constexpr,
     INTERPRETED: tl.constexpr,
 ):
-    """One block of q^T q over one share of the queries that one KV head is asked with."""
+    """One block of q^T q over one share of the queries that one KV head is asked with.
+
+    One program of a head counts them.
+    """
     i_share = tl.program_id(0)
     i_n = tl.program_id(1)
     o_i = tl.program_id(2) // TILES * BLOCK_D + tl.arange(0, BLOCK_D)
     o_j = tl.program_id(2) % TILES * BLOCK_D + tl.arange(0, BLOCK_D)
-    p_queries += (i_n // heads).to(tl.int64) * stride_b
-    p_queries += (i_n % heads * POOLED).to(tl.int64) * stride_h
+    i_b, i_h = (i_n // heads).to(tl.int64), (i_n % heads).to(tl.int64)
+    if (i_share == 0) & (tl.program_id(2) == 0):
+        p_count += i_b * stride_cb + i_h * stride_ch
+        tl.store(p_count, tl.load(p_count) + rows)
+    p_queries += i_b * stride_b + i_h * POOLED * stride_h
     b_sum = tl.zeros([BLOCK_D, BLOCK_D], tl.float32)
     for first in range(i_share * share, min((i_share + 1) * share, rows), BLOCK_Q):
         o_q = first + tl.arange(0, BLOCK_Q)
@@ -181,7 +177,7 @@ def _fold_kernel(
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """mean += (sum / n - mean)·(n / (count + n)), as `merge_moment` has it."""
+    """mean += (sum / n - mean)·(n / count), as `merge_moment` has it; count has those n already."""
     i_n = tl.program_id(1)
     i_b, i_h = (i_n // heads).to(tl.int64), (i_n % heads).to(tl.int64)
     o_m = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -191,7 +187,7 @@ def _fold_kernel(
     for i_share in range(shares):
         b_sum += tl.load(p_partial + i_share * WIDTH * WIDTH + o_m, mask=mask, other=0.0)
     added = rows.to(tl.float32)
-    total = (tl.load(p_count + i_b * stride_cb + i_h * stride_ch) + rows).to(tl.float32)
+    total = tl.load(p_count + i_b * stride_cb + i_h * stride_ch).to(tl.float32)
     weight = tl.div_rn(added, total)
     p_at = p_moment + i_b * stride_b + i_h * stride_h
     p_at += o_m // WIDTH * stride_i + o_m % WIDTH * stride_j
@@ -225,3 +221,12 @@ def _weight_kernel(
     weight = tl.where(used, tl.div_rn(energy, mean + energy * 0), 1.0)
     tl.store(p_weight + i_n * WIDTH + o_c, weight)
     tl.store(p_active + i_n, used.to(tl.uint8))
+
+
+@cache
+def _product(warps: int) -> Launch:
+    return Launch(_product_kernel, warps, num_stages=2)
+
+
+_fold = Launch(_fold_kernel, 4, enable_fp_fusion=False)
+_weight = Launch(_weight_kernel, 1)

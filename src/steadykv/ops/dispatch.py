@@ -16,6 +16,7 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -24,6 +25,7 @@ from ..errors import BackendUnavailable
 __all__ = ["BACKENDS", "KERNELS", "OPS", "backend_of", "explain", "resolve", "use_backend"]
 
 VARIABLE = "STEADYKV_BACKEND"
+_INTERPRET = "TRITON_INTERPRET"
 
 # One module a name, under the same name, in every backend's folder.
 OPS = (
@@ -64,7 +66,7 @@ def _refuse_triton(op: str, device: torch.device, named: bool) -> str | None:
         return "it has no kernel"
     if not HAS_TRITON:
         return "triton is not installed: pip install 'steadykv[triton]'"
-    if os.environ.get("TRITON_INTERPRET") == "1":  # for tests: slow, so never chosen by itself
+    if _variable(_INTERPRET) == "1":  # for tests: slow, so never chosen by itself
         return None if named else "triton interprets here: name the backend to use it"
     if device.type != "cuda":
         return f"it runs on CUDA devices, not on {device.type}"
@@ -89,6 +91,12 @@ BACKENDS: dict[str, Callable[[str, torch.device, bool], str | None]] = {
     "reference": lambda op, device, named: None,
 }
 _FOLDERS = {"triton": "kernels", "reference": "reference"}
+
+# The dictionary behind os.environ, if this Python has one, and its keys.
+_VARIABLES: Any = getattr(os.environ, "_data", None)
+_KEYS: dict[str, Any] = {}
+if isinstance(_VARIABLES, dict):
+    _KEYS = {name: os.environ.encodekey(name) for name in (VARIABLE, _INTERPRET)}
 
 _context: ContextVar[str | None] = ContextVar("steadykv_backend", default=None)
 _modules: dict[tuple[str, str], ModuleType] = {}
@@ -142,7 +150,7 @@ def _choose(op: str, device: torch.device, backend: str | None) -> tuple[str, st
     if backend is None:
         backend, source = _context.get(), "use_backend"
     if backend is None:
-        backend, source = os.environ.get(VARIABLE) or None, VARIABLE
+        backend, source = _variable(VARIABLE) or None, VARIABLE
     if backend is not None:
         _check_known(backend, source)
         refusal = BACKENDS[backend](op, device, True)
@@ -158,6 +166,12 @@ def _choose(op: str, device: torch.device, backend: str | None) -> tuple[str, st
             return name, "; ".join(["automatic", *refusals])
         refusals.append(f"not {name}: {refusal}")
     raise BackendUnavailable(f"no backend can run {op} on {device}: {'; '.join(refusals)}")
+
+
+def _variable(name: str) -> str | None:
+    """Of the environment as it is now; to say that one is not there takes it an exception."""
+    key = _KEYS.get(name)
+    return None if key is not None and key not in _VARIABLES else os.environ.get(name)
 
 
 def _check_known(name: str, source: str) -> None:

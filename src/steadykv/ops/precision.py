@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import TracebackType
 
 import torch
 
@@ -15,8 +16,7 @@ _BACKENDS = {
 }
 
 
-@contextmanager
-def full_precision(device: torch.device) -> Iterator[None]:
+def full_precision(device: torch.device) -> AbstractContextManager[None]:
     """Inside, matrix products of FP32 tensors are FP32: no autocast, TF32 or BF16; no gradients.
 
     Hosts run their model under autocast and often lower `torch.set_float32_matmul_precision`, on
@@ -24,14 +24,45 @@ def full_precision(device: torch.device) -> Iterator[None]:
     without either. The host's settings come back on exit. A function that is being compiled cannot
     change them: there, kernels, which never use TF32, make the difference.
     """
-    backend = None if torch.compiler.is_compiling() else _BACKENDS.get(device.type)
-    with torch.no_grad(), torch.autocast(device.type, enabled=False):
-        if backend is None:
-            yield
-            return
-        before = backend.fp32_precision
-        backend.fp32_precision = "ieee"
-        try:
-            yield
-        finally:
-            backend.fp32_precision = before
+    return _traced(device.type) if torch.compiler.is_compiling() else _FullPrecision(device.type)
+
+
+class _FullPrecision(AbstractContextManager[None]):
+    """Leaves alone what is so already, as one of these is inside another."""
+
+    __slots__ = ("autocast", "before", "device", "gradients")
+
+    def __init__(self, device: str) -> None:
+        self.device = device
+
+    def __enter__(self) -> None:
+        self.gradients = torch.no_grad() if torch.is_grad_enabled() else None
+        if self.gradients is not None:
+            self.gradients.__enter__()
+        self.autocast = None
+        if torch.is_autocast_enabled(self.device):
+            self.autocast = torch.autocast(self.device, enabled=False)
+            self.autocast.__enter__()
+        backend = _BACKENDS.get(self.device)
+        self.before = "ieee" if backend is None else backend.fp32_precision
+        if self.before != "ieee":
+            _BACKENDS[self.device].fp32_precision = "ieee"
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.before != "ieee":
+            _BACKENDS[self.device].fp32_precision = self.before
+        if self.autocast is not None:
+            self.autocast.__exit__(kind, error, trace)
+        if self.gradients is not None:
+            self.gradients.__exit__(kind, error, trace)
+
+
+@contextmanager
+def _traced(device: str) -> Iterator[None]:
+    with torch.no_grad(), torch.autocast(device, enabled=False):
+        yield

@@ -1,0 +1,50 @@
+"""Queries of hosts that attend to copies of what they read: joined, rotated or cloned keys.
+
+Such keys cannot be recognised; but a host asks one layer's cache, and attends, before it asks the
+next one's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from steadykv.cache import LayerCache
+
+if TYPE_CHECKING:
+    from steadykv.hosts.adapter import Session
+
+__all__ = ["Asked", "observe_next_attention"]
+
+
+class Asked:
+    """The layer whose cache the host asked last, until an attention took it."""
+
+    def __init__(self) -> None:
+        self.layer: LayerCache | None = None
+
+    def take(self) -> LayerCache | None:
+        """That layer, once."""
+        layer, self.layer = self.layer, None
+        return layer
+
+
+def observe_next_attention(
+    session: Session, owner: Any, name: str, asked: Asked, *, q: str = "q"
+) -> None:
+    """Let the first `owner.name(q, ...)` after a layer was asked show its queries to that layer.
+
+    q: the name of the first argument, where a host passes it by name. Any further call, such as
+    cross-attention, passes through. Without effect where the codecs read no queries.
+    """
+    if not session.needs_queries:
+        return
+
+    def attention(original: Any, *args: Any, **kwargs: Any) -> Any:
+        layer, queries = asked.take(), args[0] if args else kwargs.get(q)
+        if layer is not None and isinstance(queries, Tensor):
+            layer.observe_queries(queries)
+        return original(*args, **kwargs)
+
+    session.patches.wrap(owner, name, attention)

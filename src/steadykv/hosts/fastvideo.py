@@ -1,0 +1,140 @@
+"""FastVideo's causal stages: Self-Forcing's dict, re-assigned detached, and trimmed after a read.
+
+The stage of causal Wan reads its window by one slice, that of Matrix-Game-2 reads everything and
+trims that. Written for the calling contract of hao-ai-lab/FastVideo 0.2.1 (Apache-2.0). Two experts
+and CUDA graphs are not covered.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+from torch import Tensor
+
+from steadykv.errors import HostError
+from steadykv.hosts.adapter import Adapter, Session
+from steadykv.hosts.contract import need, need_arguments
+from steadykv.hosts.queries import observe_attention
+from steadykv.hosts.self_forcing import IndexedEntry
+from steadykv.hosts.slices import SlicedLayer
+from steadykv.hosts.trimmed import TrimmedTensor
+
+__all__ = ["ADAPTERS"]
+
+TITLE = "FastVideo"
+PAGE = "docs/hosts/fastvideo.md"
+ROPE = ("absolute", "relativistic")
+BRANCHES = ("main", "second")  # a stage with guidance asks for a second list while it has the first
+
+
+def matches(host: Any) -> bool:
+    """A stage with a causal transformer."""
+    wanted = {"transformer", "_initialize_kv_cache", "_initialize_crossattn_cache"}
+    return wanted | {"sliding_window_num_frames"} <= set(dir(host))
+
+
+def plays_matrix_game(host: Any) -> bool:
+    """Whether it reads everything and trims that: the stage that has caches of actions too."""
+    return hasattr(host, "_initialize_action_kv_cache")
+
+
+def check(host: Any) -> None:
+    """The initializer, one transformer, and one window in the stage and in its attention."""
+    need_arguments(TITLE, host._initialize_kv_cache, "batch_size", "dtype", "device")
+    need(TITLE, host, "num_transformer_blocks", int)
+    attention = need(TITLE, host, "transformer.blocks.0.attn1")
+    for name in ("num_heads", "head_dim", "local_attn_size", "sink_size"):
+        need(TITLE, attention, name, int)
+    local = need(TITLE, host, "local_attn_size", int)
+    policy = getattr(attention, "rope_cache_policy", ROPE[0])
+    found = {
+        f"transformer_2 of {type(getattr(host, 'transformer_2', None)).__name__}": (
+            getattr(host, "transformer_2", None) is None, "one transformer (None)"
+        ),
+        "a stage that keeps kv_cache1": (not hasattr(host, "kv_cache1"), "FastVideo 0.2"),
+        f"local_attn_size {local} in the stage": (
+            local == attention.local_attn_size,
+            f"{attention.local_attn_size}, as its attention has",
+        ),
+        f"rope_cache_policy {policy!r}": (policy in ROPE, " or ".join(map(repr, ROPE))),
+    }  # fmt: skip
+    for got, (is_right, expected) in found.items():
+        if not is_right:
+            raise HostError(f"{TITLE}: got {got}: expected {expected}; see {PAGE}")
+
+
+def install(session: Session, host: Any) -> None:
+    """Replace the initializer, and let attention show its queries."""
+    attention = host.transformer.blocks[0].attn1
+    local, trims = attention.local_attn_size, plays_matrix_game(host)
+    newest: dict[str, weakref.ref[IndexedEntry]] = {}
+
+    def is_free(branch: str) -> bool:
+        return branch not in newest or newest[branch]() is None
+
+    def initialize(_original: Any, batch_size: int, dtype: Any, device: Any) -> list[Any]:
+        branch = next(filter(is_free, BRANCHES), None)
+        if branch is None:
+            raise HostError(
+                f"{TITLE}: got a third list while two are in use: expected two at most; leave the "
+                "block and attach again"
+            )
+        cache = session.build(
+            branch,
+            layers=host.num_transformer_blocks,
+            heads=attention.num_heads,
+            head_dim=attention.head_dim,
+            frame_tokens=host.frame_seq_length,
+            dtype=dtype,
+            device=device,
+            window_frames=None if local == -1 else local,
+            sink_frames=0 if local == -1 else attention.sink_size,
+        )
+        entries = []
+        for layer in cache:
+            side = SlicedLayer(layer, batch_size, session.readers, substitutes=not trims)
+            if trims:
+                side.k, side.v = TrimmedTensor(side, "key"), TrimmedTensor(side, "value")
+            entries.append(IndexedEntry(side, layer.geometry.device))
+        newest[branch] = weakref.ref(entries[0])
+        return entries
+
+    session.patches.wrap(host, "_initialize_kv_cache", initialize)
+    if session.needs_queries:
+        observe(session, host)
+
+
+def observe(session: Session, host: Any) -> None:
+    """Queries in the frame of the stored keys: those of `attn1`, or, after RoPE, of its `attn`."""
+
+    def before_rope(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _out: Any) -> None:
+        entry = next((x for x in (*args, *kwargs.values()) if isinstance(x, IndexedEntry)), None)
+        queries = args[0] if args else kwargs.get("q")
+        if entry is not None and isinstance(queries, Tensor):
+            entry.side.layer.observe_queries(queries)
+
+    relativistic = getattr(host.transformer.blocks[0].attn1, "rope_cache_policy", "") == ROPE[1]
+    if not relativistic and plays_matrix_game(host):
+        session.without_queries("Matrix-Game rotates and attends within one function")
+        return
+    for block in host.transformer.blocks:
+        if relativistic:
+            handle = block.attn1.register_forward_hook(before_rope, with_kwargs=True)
+            session.patches.on_undo(handle.remove)
+        else:
+            observe_attention(session, block.attn1.attn, "forward")
+
+
+ADAPTERS = (
+    Adapter(
+        name="fastvideo",
+        title=TITLE,
+        expects="the denoising stage of FastVideo's causal Wan or Matrix-Game-2 pipeline",
+        page=PAGE,
+        matches=matches,
+        check=check,
+        install=install,
+        aliases=("fastvideo-causal-wan", "fastvideo-matrix-game-2"),
+    ),
+)
