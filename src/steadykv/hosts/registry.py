@@ -20,6 +20,8 @@ _MODULES = (
     "longlive2",
     "longcat",
     "hy_worldplay",
+    "anyflow_far",
+    "sana_wm_refiner",
 )  # fmt: skip
 
 
