@@ -15,6 +15,7 @@ __all__ = ["adapter_named", "adapters", "find"]
 # One module each, with an ADAPTERS tuple. The order is that of the documentation.
 _MODULES = (
     "self_forcing",
+    "flashdreams",
 )  # fmt: skip
 
 
