@@ -38,7 +38,7 @@ def prepared(transformer: Any) -> Any:
             scale = 1.5 / parameter.shape[-1] ** 0.5
             parameter.data.copy_(torch.randn(parameter.shape, generator=generator) * scale)
     transformer.requires_grad_(False)
-    for module in transformer.network.modules():
+    for module in transformer.modules():
         if hasattr(module, "attn_op"):
             module.attn_op = NativeAttention("bshd", "math")
     return transformer
@@ -55,8 +55,46 @@ def wan(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Any:
     """A Wan 2.1 transformer; chunk, window (without sink) and sink in frames."""
+    from flashdreams.recipes.wan.transformer.wan21 import Wan21Transformer
+
+    return prepared(
+        Wan21Transformer(
+            wan_config(
+                chunk,
+                window,
+                sink,
+                rotates_on_read=rotates_on_read,
+                guided=guided,
+                cuda_graph=cuda_graph,
+                dtype=dtype,
+            )
+        )
+    )
+
+
+def two_networks(chunk: int = 1, window: int = 3, sink: int = 1) -> Any:
+    """A Wan 2.2 transformer: a network for noisy steps and one for the others."""
+    from flashdreams.recipes.wan.transformer.wan22 import Wan22Transformer, Wan22TransformerConfig
+
+    parts = {
+        name: wan_config(chunk, window, sink)
+        for name in ("transformer_high_noise", "transformer_low_noise")
+    }
+    return prepared(Wan22Transformer(Wan22TransformerConfig(**parts)))
+
+
+def wan_config(
+    chunk: int,
+    window: int,
+    sink: int,
+    *,
+    rotates_on_read: bool = False,
+    guided: bool = False,
+    cuda_graph: bool = False,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Any:
     from flashdreams.recipes.wan.transformer.impl.network import WanDiTNetworkConfig
-    from flashdreams.recipes.wan.transformer.wan21 import Wan21Transformer, Wan21TransformerConfig
+    from flashdreams.recipes.wan.transformer.wan21 import Wan21TransformerConfig
 
     network = WanDiTNetworkConfig(
         text_len=8,
@@ -70,7 +108,7 @@ def wan(
         num_layers=LAYERS,
         apply_rope_before_kvcache=not rotates_on_read,
     )
-    config = Wan21TransformerConfig(
+    return Wan21TransformerConfig(
         network=network,
         dtype=dtype,
         len_t=chunk,
@@ -80,7 +118,6 @@ def wan(
         compile_network=False,
         use_cuda_graph=cuda_graph,
     )
-    return prepared(Wan21Transformer(config))
 
 
 def cosmos(chunk: int = 1, window: int = 3, sink: int = 1) -> Any:
@@ -129,11 +166,11 @@ def rollout(host: Any, chunks: int, seed: int = 0, passes: int = 2, size: int = 
         cache.start(index)
         x = torch.randn(host.latent_shape, generator=generator).to(config.dtype)
         for step in range(passes):
-            time = torch.tensor([900.0 - 400.0 * step], dtype=config.dtype)
+            time = torch.tensor(900.0 - 400.0 * step, dtype=config.dtype)
             flow = host.predict_flow(x, time, cache)
             flows.append(flow)
             x = x - 0.5 * flow
-        host.finalize_kv_cache(x, torch.tensor([0.0], dtype=config.dtype), cache)
+        host.finalize_kv_cache(x, torch.tensor(0.0, dtype=config.dtype), cache)
         cache.finalize(index)
         flows.append(x)
     return flows

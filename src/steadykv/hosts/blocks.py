@@ -15,16 +15,15 @@ from torch import Tensor
 
 from steadykv.cache import LayerCache
 from steadykv.errors import PositionError, ShapeError
-from steadykv.hosts.queries import Readers
 
-__all__ = ["BlockCache", "outside_graphs"]
+__all__ = ["BlockCache", "untraced", "untraced_methods"]
 
 
 class BlockCache:
     """One layer's cache: the first `sink_size` tokens and the newest `window_size` ones.
 
-    chunk_size, window_size, sink_size: tokens; the window is counted without the sink. readers:
-    told of the keys that `cached_k` gave. wrote: called at every `update`.
+    chunk_size, window_size, sink_size: tokens; the window is counted without the sink. wrote:
+    called at every `update`, for who shows the pass's queries to the layer.
     A chunk is committed by `after_update`, behind the host's clean pass. A host that then begins
     the same chunk again closes it after every pass: from there on a chunk is committed when the
     next one begins.
@@ -38,12 +37,11 @@ class BlockCache:
         chunk_size: int,
         window_size: int,
         sink_size: int,
-        readers: Readers | None = None,
         wrote: Callable[[BlockCache], None] | None = None,
     ) -> None:
         self.layer = layer
         self.chunk_size, self.window_size, self.sink_size = chunk_size, window_size, sink_size
-        self._readers, self._wrote = readers, wrote
+        self._wrote = wrote
         self._closes_every_pass = False
         self._closed = -1  # number of the newest chunk behind `after_update`
         self._current: int | None = None
@@ -90,7 +88,7 @@ class BlockCache:
         self._current = chunk_idx
 
     def update(self, k: Tensor, v: Tensor) -> None:
-        """Write the chunk that has begun: k, v [B, S, H, D] with S = chunk_size; else ShapeError."""
+        """Write the chunk that has begun: k, v [B, S, H, D] S = chunk_size; else ShapeError."""
         chunk = self._begun("update")
         if k.shape[1] != self.chunk_size:
             raise ShapeError(
@@ -116,10 +114,7 @@ class BlockCache:
 
     def cached_k(self) -> Tensor:
         """Keys that attention sees: [B, size, H, D], sink first, fresh memory."""
-        keys = self._read("key")
-        if self._readers is not None:
-            self._readers.gave(keys, self.layer)
-        return keys
+        return self._read("key")
 
     def cached_v(self) -> Tensor:
         """Values that attention sees: [B, size, H, D], sink first, fresh memory."""
@@ -142,8 +137,13 @@ class BlockCache:
         return self._current
 
 
-def outside_graphs(kind: type[BlockCache]) -> type[BlockCache]:
-    """The same class for hosts that are compiled: what changes or reads the cache is not traced."""
+def untraced(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function for hosts that are compiled: positions and segments are no graph's business."""
+    return torch.compiler.disable(function)
+
+
+def untraced_methods(kind: type[BlockCache]) -> type[BlockCache]:
+    """The class for hosts that are compiled."""
     names = ("update", "cached_k", "cached_v")
-    methods: dict[str, Any] = {n: torch.compiler.disable(getattr(kind, n)) for n in names}
+    methods = {name: untraced(getattr(kind, name)) for name in names}
     return type(kind.__name__, (kind,), methods)

@@ -7,8 +7,8 @@ stays dense. Written for the calling contract of flashdreams 0.1.0 (Apache-2.0).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from math import gcd, prod
+from collections.abc import Callable, Iterator
+from math import gcd
 from typing import Any
 
 import torch
@@ -16,9 +16,8 @@ from torch import Tensor
 
 from steadykv.cache import KVCache
 from steadykv.hosts.adapter import Adapter, Session
-from steadykv.hosts.blocks import BlockCache, outside_graphs
+from steadykv.hosts.blocks import BlockCache, untraced, untraced_methods
 from steadykv.hosts.contract import need, need_arguments
-from steadykv.hosts.queries import observe_attention
 
 __all__ = ["ADAPTERS"]
 
@@ -30,7 +29,9 @@ ARGUMENTS = ("batch_size", "chunk_size", "window_size", "sink_size", "device", "
 def transformers(host: Any) -> Iterator[tuple[str, Any]]:
     """What has a network of its own, and how its branches are called."""
     if hasattr(host, PARTS[0]):
-        yield from ((part.removeprefix("transformer_") + " ", getattr(host, part)) for part in PARTS)
+        yield from (
+            (part.removeprefix("transformer_") + " ", getattr(host, part)) for part in PARTS
+        )
     else:
         yield "", host
 
@@ -54,7 +55,7 @@ def check(host: Any) -> None:
             attention = need(TITLE, part, f"network.blocks.{index}.self_attn")
             need(TITLE, attention, "n_heads", int)
             need(TITLE, attention, "head_dim", int)
-            need(TITLE, attention, "attn_op.forward")
+            need(TITLE, attention, "attn_op", torch.nn.Module)
             need_arguments(TITLE, need(TITLE, attention, "initialize_cache"), *ARGUMENTS)
             if is_rotated_on_read(attention):
                 need(TITLE, attention, "norm_q", torch.nn.Module)
@@ -63,6 +64,28 @@ def check(host: Any) -> None:
 def is_rotated_on_read(attention: Any) -> bool:
     """Whether keys are stored before RoPE, which is then applied by their place in the window."""
     return not getattr(attention, "apply_rope_before_kvcache", True)
+
+
+def observe_queries(session: Session, attention: Any, observe: Callable[[Tensor], None]) -> None:
+    """Show every pass's queries, in the frame of the cached keys: after RoPE if those are.
+
+    [B, S, H, D] where attention begins, or [..., S, H·D] behind the norm that comes before RoPE.
+    A compiled network does not notice hooks that come later, but it does notice another `forward`.
+    """
+
+    def attended(original: Any, *args: Any, **kwargs: Any) -> Any:
+        observe(args[0] if args else kwargs["query"])
+        return original(*args, **kwargs)
+
+    def normed(original: Any, *args: Any, **kwargs: Any) -> Any:
+        q = original(*args, **kwargs)
+        observe(q)
+        return q
+
+    if is_rotated_on_read(attention):
+        session.patches.wrap(attention.norm_q, "forward", normed)
+    else:
+        session.patches.wrap(attention.attn_op, "forward", attended)
 
 
 def install(session: Session, host: Any) -> None:
@@ -78,7 +101,7 @@ def _install(session: Session, host: Any, prefix: str) -> None:
     names = ("positive", "negative") if host.config.guidance_scale > 1.0 else ("main",)
     blocks = host.network.blocks
     is_compiled = hasattr(host.network, "_orig_mod")
-    kind = outside_graphs(BlockCache) if is_compiled else BlockCache
+    kind = untraced_methods(BlockCache) if is_compiled else BlockCache
     frames = host.config.len_t // host.config.network.patch_size[0]
     built: list[KVCache] = []  # of the newest rollout, one for each branch
     newest: dict[int, BlockCache] = {}  # by block: the one that was written last
@@ -119,22 +142,22 @@ def _install(session: Session, host: Any, prefix: str) -> None:
                     )
                 )
             sizes = (chunk_size, window_size, sink_size)
-            return kind(built[-1][index], *sizes, session.readers, wrote)
+            return kind(built[-1][index], *sizes, wrote)
 
         def wrote(cache: BlockCache) -> None:
             newest[index] = cache
 
-        def observe(_module: Any, _args: Any, q: Tensor) -> None:
-            """The norm of queries before RoPE, [..., S, H·D]: the frame of the cached keys."""
+        def observe(q: Tensor) -> None:
             if index in newest:
-                shape = (prod(q.shape[:-2]), q.shape[-2], attention.n_heads, attention.head_dim)
-                newest[index].layer.observe_queries(q.reshape(shape))
+                tokens = newest[index].chunk_size
+                newest[index].layer.observe_queries(
+                    q.reshape(-1, tokens, attention.n_heads, attention.head_dim)
+                )
 
         session.patches.wrap(attention, "initialize_cache", initialize)
-        if not is_rotated_on_read(attention):
-            observe_attention(session, attention.attn_op, "forward", q="query", k="key")
-        elif session.needs_queries:
-            session.patches.on_undo(attention.norm_q.register_forward_hook(observe).remove)
+        if session.needs_queries:
+            shown = untraced(observe) if is_compiled else observe
+            observe_queries(session, attention, shown)
 
     session.patches.wrap(host, "initialize_autoregressive_cache", begin)
     for index in range(len(blocks)):
