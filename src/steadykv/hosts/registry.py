@@ -16,6 +16,7 @@ __all__ = ["adapter_named", "adapters", "find"]
 _MODULES = (
     "self_forcing",
     "flashdreams",
+    "sglang",
 )  # fmt: skip
 
 
