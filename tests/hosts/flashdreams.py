@@ -28,10 +28,13 @@ def rotated(x: Tensor, freqs: Tensor, interleaved: bool = False) -> Tensor:
     return x.copy_(y * angles.cos() + other * angles.sin())
 
 
-def prepared(transformer: Any) -> Any:
+def prepared(kind: Any, config: Any) -> Any:
     """The transformer with attention that runs on a CPU, and weights that make attention matter."""
     from flashdreams.core.attention import NativeAttention
 
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        transformer = kind(config)
     generator = torch.Generator().manual_seed(0)
     for parameter in transformer.parameters():
         if parameter.dim() > 1:
@@ -44,32 +47,11 @@ def prepared(transformer: Any) -> Any:
     return transformer
 
 
-def wan(
-    chunk: int = 1,
-    window: int = 3,
-    sink: int = 1,
-    *,
-    rotates_on_read: bool = False,
-    guided: bool = False,
-    cuda_graph: bool = False,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Any:
+def wan(chunk: int = 1, window: int = 3, sink: int = 1, **changes: Any) -> Any:
     """A Wan 2.1 transformer; chunk, window (without sink) and sink in frames."""
     from flashdreams.recipes.wan.transformer.wan21 import Wan21Transformer
 
-    return prepared(
-        Wan21Transformer(
-            wan_config(
-                chunk,
-                window,
-                sink,
-                rotates_on_read=rotates_on_read,
-                guided=guided,
-                cuda_graph=cuda_graph,
-                dtype=dtype,
-            )
-        )
-    )
+    return prepared(Wan21Transformer, wan_config(chunk, window, sink, **changes))
 
 
 def two_networks(chunk: int = 1, window: int = 3, sink: int = 1) -> Any:
@@ -80,7 +62,7 @@ def two_networks(chunk: int = 1, window: int = 3, sink: int = 1) -> Any:
         name: wan_config(chunk, window, sink)
         for name in ("transformer_high_noise", "transformer_low_noise")
     }
-    return prepared(Wan22Transformer(Wan22TransformerConfig(**parts)))
+    return prepared(Wan22Transformer, Wan22TransformerConfig(**parts))
 
 
 def wan_config(
@@ -143,11 +125,16 @@ def cosmos(chunk: int = 1, window: int = 3, sink: int = 1) -> Any:
         compile_network=False,
         use_cuda_graph=False,
     )
-    return prepared(CosmosTransformer(config))
+    return prepared(CosmosTransformer, config)
 
 
 def text_of(seed: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def attended(host: Any) -> list[Any]:
+    """The self-attention modules of every network."""
+    return [m for m in host.modules() if type(m).__name__ == "SelfAttention"]
 
 
 def rollout(host: Any, chunks: int, seed: int = 0, passes: int = 2, size: int = 8) -> list[Tensor]:
