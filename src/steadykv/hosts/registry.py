@@ -17,6 +17,7 @@ _MODULES = (
     "self_forcing",
     "flashdreams",
     "sglang",
+    "lightx2v",
 )  # fmt: skip
 
 
