@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from steadykv.errors import HostError
 from steadykv.hosts.adapter import Adapter, Session
 from steadykv.hosts.contract import need, need_arguments
 from steadykv.hosts.queries import observe_attention
-from steadykv.hosts.sglang_cache import KVView, SGLangCache, Unsupported
+from steadykv.hosts.sglang_cache import KVView, SGLangCache
 
-__all__ = ["ADAPTERS", "KVView", "SGLangCache", "Unsupported"]
+__all__ = ["ADAPTERS", "KVView", "SGLangCache"]
 
 TITLE = "SGLang"
 NEGATIVE = "_reset_or_init_negative_caches"
@@ -77,7 +78,7 @@ def install(session: Session, host: Any) -> None:
     ) -> list[SGLangCache]:
         window = attention_window_size or kv_cache_size
         if global_sink_tokens or allow_growth or window != kv_cache_size:
-            raise Unsupported(
+            raise HostError(
                 f"{TITLE}: a cache of {kv_cache_size} tokens with global_sink_tokens="
                 f"{global_sink_tokens}, allow_growth={allow_growth}, attention_window_size="
                 f"{window}: expected a sink and a window that fill it, and no growth; run this "

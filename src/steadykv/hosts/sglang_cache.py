@@ -20,11 +20,7 @@ from steadykv.config import CacheConfig, parse_method
 from steadykv.errors import HostError, ShapeError
 from steadykv.hosts.queries import Readers
 
-__all__ = ["KVView", "SGLangCache", "Unsupported"]
-
-
-class Unsupported(HostError, NotImplementedError):
-    """What a packed cache does not do; SGLang's own one raises NotImplementedError."""
+__all__ = ["KVView", "SGLangCache"]
 
 
 @dataclass(slots=True)
@@ -129,8 +125,8 @@ class SGLangCache:
         return self.sink_tokens == 0 and sizes == {num_new_tokens}
 
     def pin_current_chunk(self, current_num_tokens: int) -> None:
-        """Raises Unsupported, as SGLang's own packed cache does."""
-        raise Unsupported(
+        """Raises HostError, as SGLang's own packed cache does."""
+        raise HostError(
             f"SGLang: pin_current_chunk({current_num_tokens}): a packed cache keeps no pinned "
             "chunk; expected the dense cache for models with scene cuts"
         )
@@ -159,7 +155,7 @@ class SGLangCache:
         cache_head_start: the first of the heads that key and value carry, where they are not all;
         the view then has these heads. recent_window_tokens: see only the sink, so many tokens
         before the chunk, and the chunk; the window stays as long as it is.
-        The view is fresh memory. Raises Unsupported for another start, or another length of the
+        The view is fresh memory. Raises HostError for another start, or another length of the
         same chunk, as SGLang's packed cache does; ShapeError or ValueError for what means nothing.
         """
         if recent_window_tokens is not None and recent_window_tokens < 0:
@@ -196,12 +192,12 @@ class SGLangCache:
     def _check_chunk(self, start: int, tokens: int, name: str) -> None:
         chunk, end = self.layer.progress.open, self.layer.progress.newest
         if chunk is not None and start == chunk[0] and tokens != end - start:
-            raise Unsupported(
+            raise HostError(
                 f"{name}: chunk at token {start} written again with {tokens} tokens: expected "
                 f"{end - start}; only the next chunk may have another length"
             )
         if start != end and (chunk is None or start != chunk[0]):
-            raise Unsupported(
+            raise HostError(
                 f"{name}: write at token {start}: expected {end}"
                 + (f" or {chunk[0]}" if chunk is not None else "")
                 + "; a packed cache is written in order, reset_indices() starts over"
