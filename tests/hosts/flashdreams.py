@@ -74,6 +74,7 @@ def wan_config(
     guided: bool = False,
     cuda_graph: bool = False,
     dtype: torch.dtype = torch.bfloat16,
+    batch_shape: tuple[int, ...] = (1,),
 ) -> Any:
     from flashdreams.recipes.wan.transformer.impl.network import WanDiTNetworkConfig
     from flashdreams.recipes.wan.transformer.wan21 import Wan21TransformerConfig
@@ -93,6 +94,7 @@ def wan_config(
     return Wan21TransformerConfig(
         network=network,
         dtype=dtype,
+        batch_shape=batch_shape,
         len_t=chunk,
         window_size_t=window,
         sink_size_t=sink,
@@ -128,8 +130,8 @@ def cosmos(chunk: int = 1, window: int = 3, sink: int = 1) -> Any:
     return prepared(CosmosTransformer, config)
 
 
-def text_of(seed: int, dtype: torch.dtype) -> Tensor:
-    return torch.randn(1, 8, 16, generator=torch.Generator().manual_seed(seed)).to(dtype)
+def text_of(seed: int, dtype: torch.dtype, batch: tuple[int, ...] = (1,)) -> Tensor:
+    return torch.randn(*batch, 8, 16, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def attended(host: Any) -> list[Any]:
@@ -140,11 +142,11 @@ def attended(host: Any) -> list[Any]:
 def rollout(host: Any, chunks: int, seed: int = 0, passes: int = 2, size: int = 8) -> list[Tensor]:
     """A video: `passes` denoising passes and a clean one for each chunk. Returns the flows."""
     config = host.config
-    guided = {"negative_text_embeddings": text_of(seed + 1, config.dtype)}
+    guided = {"negative_text_embeddings": text_of(seed + 1, config.dtype, config.batch_shape)}
     cache = host.initialize_autoregressive_cache(
         height=size,
         width=size,
-        text_embeddings=text_of(seed, config.dtype),
+        text_embeddings=text_of(seed, config.dtype, config.batch_shape),
         **(guided if config.guidance_scale > 1.0 else {}),
     )
     generator = torch.Generator().manual_seed(seed)

@@ -58,6 +58,7 @@ HOSTS = {
     "wan guided, sink no multiple of the chunk": lambda: real.wan(3, 5, 1, guided=True),
     "wan without sink": lambda: real.wan(1, 4, 0),
     "wan, window shorter than the chunk": lambda: real.wan(3, 1, 2),
+    "wan without a batch": lambda: real.wan(batch_shape=()),
     "wan fp32": lambda: real.wan(dtype=torch.float32),
     "wan 2.2": lambda: real.two_networks(),
     "cosmos": lambda: real.cosmos(2, 4, 2),
