@@ -22,6 +22,9 @@ _MODULES = (
     "hy_worldplay",
     "anyflow_far",
     "sana_wm_refiner",
+    "flashdreams",
+    "sglang",
+    "lightx2v",
 )  # fmt: skip
 
 
