@@ -7,6 +7,7 @@ sink when a chunk does not fit; a new prompt only replaces the index tensors.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -51,48 +52,61 @@ def causal_rope_apply(x: Tensor, grid_sizes: Tensor, freqs: Tensor, start_frame:
     return torch.stack(turned).type_as(x)
 
 
+def stored(
+    cache: dict[str, Any], k: Tensor, v: Tensor, start: int, sink: int = 0, rolls: bool = True
+) -> int:
+    """Write k, v [B, S, H, D] at token (or frame) `start`; returns where they end in the buffer.
+
+    Where they do not fit, what lies behind the sink moves to the left first.
+    """
+    end, new, size = start + k.shape[1], k.shape[1], cache["k"].shape[1]
+    local, known = cache["local_end_index"].item(), cache["global_end_index"].item()
+    stop = local + end - known
+    if rolls and end > known and new + local > size:
+        evicted = new + local - size
+        rolled = local - evicted - sink
+        for name in ("k", "v"):
+            moved = cache[name][:, sink + evicted : sink + evicted + rolled].clone()
+            cache[name][:, sink : sink + rolled] = moved
+        stop -= evicted
+    cache["k"][:, stop - new : stop] = k
+    cache["v"][:, stop - new : stop] = v
+    cache["global_end_index"].fill_(end)
+    cache["local_end_index"].fill_(stop)
+    return stop
+
+
 class SelfAttention(nn.Module):
-    def __init__(self, local_attn_size: int, sink_size: int) -> None:
+    def __init__(self, local_attn_size: int, sink_size: int, grid: tuple[int, int] = GRID) -> None:
         super().__init__()
         self.num_heads, self.head_dim = HEADS, DIM
         self.local_attn_size, self.sink_size = local_attn_size, sink_size
-        self.max_attention_size = (21 if local_attn_size == -1 else local_attn_size) * FRAME
+        self.grid, self.frame = grid, grid[0] * grid[1]
+        self.max_attention_size = (21 if local_attn_size == -1 else local_attn_size) * self.frame
         self.freqs = rope_table()
         width = HEADS * DIM
         self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
 
+    def grid_sizes(self, x: Tensor) -> Tensor:
+        return torch.tensor([[x.shape[1] // self.frame, *self.grid]] * len(x))
+
     def forward(self, x: Tensor, kv_cache: dict[str, Any], current_start: int) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (HEADS, DIM)) for f in (self.q, self.k, self.v))
-        grid, frame = torch.tensor([[x.shape[1] // FRAME, *GRID]] * len(x)), current_start // FRAME
+        grid, frame = self.grid_sizes(x), current_start // self.frame
         q = causal_rope_apply(q, grid, self.freqs, start_frame=frame).type_as(v)
         k = causal_rope_apply(k, grid, self.freqs, start_frame=frame).type_as(v)
-        sink = self.sink_size * FRAME
-        end, new = current_start + q.shape[1], q.shape[1]
-        size = kv_cache["k"].shape[1]
-        local, known = kv_cache["local_end_index"].item(), kv_cache["global_end_index"].item()
-        stop = local + end - known
-        if self.local_attn_size != -1 and end > known and new + local > size:
-            evicted = new + local - size
-            rolled = local - evicted - sink
-            for name in ("k", "v"):
-                moved = kv_cache[name][:, sink + evicted : sink + evicted + rolled].clone()
-                kv_cache[name][:, sink : sink + rolled] = moved
-            stop -= evicted
-        start = stop - new
-        kv_cache["k"][:, start:stop] = k
-        kv_cache["v"][:, start:stop] = v
+        rolls, sink = self.local_attn_size != -1, self.sink_size * self.frame
+        stop = stored(kv_cache, k, v, current_start, sink, rolls)
         first = max(0, stop - self.max_attention_size)
         out = attention(q, kv_cache["k"][:, first:stop], kv_cache["v"][:, first:stop])
-        kv_cache["global_end_index"].fill_(end)
-        kv_cache["local_end_index"].fill_(stop)
         return self.o(out.flatten(2))
 
 
 class Block(nn.Module):
-    def __init__(self, local_attn_size: int, sink_size: int) -> None:
+    def __init__(self, *window: Any) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(HEADS * DIM)
-        self.self_attn = SelfAttention(local_attn_size, sink_size)
+        self.self_attn = SelfAttention(*window)
         self.cross_k = nn.Linear(HEADS * DIM, HEADS * DIM)
 
     def forward(self, x: Tensor, kv_cache: Any, crossattn_cache: Any, start: int) -> Tensor:
@@ -108,9 +122,9 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    def __init__(self, local_attn_size: int, sink_size: int) -> None:
+    def __init__(self, *window: Any) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block(local_attn_size, sink_size) for _ in range(LAYERS))
+        self.blocks = nn.ModuleList(Block(*window) for _ in range(LAYERS))
 
     def forward(self, x: Tensor, kv_cache: Any, crossattn_cache: Any, current_start: int) -> Tensor:
         for i, block in enumerate(self.blocks):
@@ -119,12 +133,23 @@ class Model(nn.Module):
 
 
 class Generator(nn.Module):
-    def __init__(self, local_attn_size: int, sink_size: int) -> None:
+    def __init__(self, *window: Any) -> None:
         super().__init__()
-        self.model = Model(local_attn_size, sink_size)
+        self.model = Model(*window)
 
     def forward(self, *args: Any) -> Tensor:
         return self.model(*args)
+
+
+def weights_of(make: Callable[[], nn.Module]) -> nn.Module:
+    """A BF16 module whose weights are the same every time, and large enough to matter."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = make()
+    for parameter in module.parameters():
+        if parameter.dim() > 1:
+            parameter.data.mul_(2.0)
+    return module.bfloat16().requires_grad_(False)
 
 
 class CausalInferencePipeline(nn.Module):
@@ -132,16 +157,16 @@ class CausalInferencePipeline(nn.Module):
 
     LISTS = ("kv_cache1",)
 
-    def __init__(self, local_attn_size: int = -1, sink_size: int = 0, steps: int = 2) -> None:
+    def __init__(
+        self,
+        local_attn_size: int = -1,
+        sink_size: int = 0,
+        steps: int = 2,
+        grid: tuple[int, int] = GRID,
+    ) -> None:
         super().__init__()
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            self.generator = Generator(local_attn_size, sink_size)
-            for parameter in self.parameters():
-                if parameter.dim() > 1:
-                    parameter.data.mul_(2.0)
-        self.generator.bfloat16().requires_grad_(False)
-        self.num_transformer_blocks, self.frame_seq_length = LAYERS, FRAME
+        self.generator = weights_of(lambda: Generator(local_attn_size, sink_size, grid))
+        self.num_transformer_blocks, self.frame_seq_length = LAYERS, grid[0] * grid[1]
         self.local_attn_size, self.steps = local_attn_size, steps
         self.crossattn_cache = None
         for name in self.LISTS:
@@ -149,7 +174,7 @@ class CausalInferencePipeline(nn.Module):
 
     def _initialize_kv_cache(self, batch_size: int, dtype: torch.dtype, device: Any) -> None:
         frames = 21 if self.local_attn_size == -1 else self.local_attn_size
-        shape = [batch_size, frames * FRAME, HEADS, DIM]
+        shape = [batch_size, frames * self.frame_seq_length, HEADS, DIM]
         for name in self.LISTS:
             entries = []
             for _ in range(self.num_transformer_blocks):
@@ -172,7 +197,7 @@ class CausalInferencePipeline(nn.Module):
         ]
 
     def inference(self, noise: Tensor, chunks: list[int], text: Tensor) -> Tensor:
-        """noise [B, frames * FRAME, width] in chunks of so many frames; returns the video."""
+        """noise [B, frames * tokens, width] in chunks of so many frames; returns the video."""
         if getattr(self, self.LISTS[0]) is None:
             self._initialize_kv_cache(noise.shape[0], noise.dtype, noise.device)
             self._initialize_crossattn_cache(noise.shape[0], noise.dtype, noise.device)
@@ -188,7 +213,7 @@ class CausalInferencePipeline(nn.Module):
             entry["text"] = text
         out, start = [], 0
         for frames in chunks:
-            x = noise[:, start : start + frames * FRAME]
+            x = noise[:, start : start + frames * self.frame_seq_length]
             for step in range(self.steps + 1):
                 results = [
                     self.generator(x, getattr(self, name), self.crossattn_cache, start)
@@ -198,7 +223,7 @@ class CausalInferencePipeline(nn.Module):
                 if step < self.steps:
                     x = 0.5 * x + 0.5 * torch.tanh(guided)
             out.append(x)
-            start += frames * FRAME
+            start += frames * self.frame_seq_length
         return torch.cat(out, 1)
 
 
@@ -208,9 +233,9 @@ class CausalDiffusionInferencePipeline(CausalInferencePipeline):
     LISTS = ("kv_cache_pos", "kv_cache_neg")
 
 
-def noise_of(frames: int, seed: int = 0, batch: int = 1) -> Tensor:
+def noise_of(frames: int, seed: int = 0, batch: int = 1, frame: int = FRAME) -> Tensor:
     generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, frames * FRAME, HEADS * DIM, generator=generator).bfloat16()
+    return torch.randn(batch, frames * frame, HEADS * DIM, generator=generator).bfloat16()
 
 
 def text_of(seed: int = 9, batch: int = 1) -> Tensor:

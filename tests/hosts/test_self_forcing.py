@@ -9,6 +9,10 @@ import torch
 
 import steadykv as skv
 from steadykv.errors import ConfigError, HostError
+from steadykv.hosts.dicts import IndexedEntry
+from steadykv.hosts.registry import find
+from tests.hosts import lingbot, matrix_game_2
+from tests.hosts import self_forcing as fixture
 from tests.hosts.checks import (
     QUANTIZING,
     assert_equal,
@@ -191,6 +195,14 @@ def test_a_changed_host_is_refused_before_anything_happens():
     assert_same_state(before, state_of(host, MODULE))
 
 
+def test_a_pipeline_that_disagrees_with_its_attention_is_refused():
+    host = CausalInferencePipeline(6, 0)
+    host.local_attn_size = 7
+    message = "got local_attn_size 7 in the pipeline and 6 in its attention"
+    with pytest.raises(HostError, match=message), skv.attach(host):
+        pass
+
+
 def test_options_and_presets_are_checked_first():
     host = CausalInferencePipeline(6, 0)
     before = state_of(host, MODULE)
@@ -207,3 +219,160 @@ def test_an_unknown_host_is_named():
     message = r"a builtins.dict, which no adapter knows.*self-forcing"
     with pytest.raises(HostError, match=message), skv.attach({}):
         pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        (CausalInferencePipeline, "self-forcing"),
+        (CausalDiffusionInferencePipeline, "self-forcing"),
+        (matrix_game_2.CausalInferencePipeline, "matrix-game-2"),
+        (lingbot.FastPipeline, "lingbot-world"),
+        (lingbot.CausalPipeline, "lingbot-world"),
+    ],
+)
+def test_pipelines_of_the_family_are_told_apart(kind, name):
+    assert find(kind()).name == name
+
+
+@pytest.mark.parametrize("method", ["bf16", *QUANTIZING])
+def test_frame_wise_chunks(method):
+    """Causal-Forcing's frame-wise model: one frame a chunk, no window; a span may be several."""
+    wanted = CausalInferencePipeline().inference(noise_of(21), [1] * 21, text_of())
+    host = CausalInferencePipeline()
+    config = skv.preset("bf16") if method == "bf16" else small_config(method, span_chunks=4)
+    with skv.attach(host, config=config, adapter="causal-forcing-framewise") as caches:
+        got = host.inference(noise_of(21), [1] * 21, text_of())
+        assert torch.equal(got, wanted) == (method == "bf16")
+        for layer in caches["main"]:
+            assert layer.held() == [(0, 21 * FRAME)]
+            assert layer.encoded_tokens == (0 if method == "bf16" else 20 * FRAME)
+
+
+def test_a_host_that_prints_and_asserts_shapes_and_indices(monkeypatch, capsys):
+    """Trap 5. Both hosts print the same but for the shape, which has no end here."""
+    original = fixture.SelfAttention.forward
+
+    def forward(self, x, kv_cache, current_start):
+        out = original(self, x, kv_cache, current_start)
+        k, end = kv_cache["k"], current_start + x.shape[1]
+        assert kv_cache["global_end_index"] == end
+        assert kv_cache["local_end_index"].item() == kv_cache["global_end_index"].item()
+        assert k.shape[0] == k.size(0) == len(k) == 1
+        assert (k.dim(), k.ndim, *k.shape[2:]) == (4, 4, HEADS, DIM)
+        assert (k.dtype, k.device) == (torch.bfloat16, x.device)
+        print(f"{kv_cache['local_end_index']} {k.dtype} {k.device} {k.shape[2:]}")
+        return out
+
+    monkeypatch.setattr(fixture.SelfAttention, "forward", forward)
+    printed = []
+    for attached in (False, True):
+        host = CausalInferencePipeline()
+        if attached:
+            with skv.attach(host, preset="bf16"):
+                host.inference(noise_of(9), [3] * 3, text_of())
+                print(host.kv_cache1[0]["k"], host.kv_cache1[0])
+        else:
+            host.inference(noise_of(9), [3] * 3, text_of())
+        printed.append(capsys.readouterr().out.splitlines())
+    assert printed[0] == printed[1][: len(printed[0])]
+    assert "SlicedTensor(key, (1, 1099511627776, 2, 32), [(0, 144)])" in printed[1][-1]
+
+
+def entry_of(host):
+    host._initialize_kv_cache(batch_size=1, dtype=torch.bfloat16, device="cpu")
+    entry = host.kv_cache1[0]
+    assert isinstance(entry, IndexedEntry)
+    return entry
+
+
+def test_only_an_index_of_zero_starts_over():
+    """Traps 4 and 5: index tensors that are replaced with old data in place, and ints."""
+    host, kv = CausalInferencePipeline(), torch.ones(1, FRAME, HEADS, DIM).bfloat16()
+    with skv.attach(host, preset="bf16") as caches:
+        entry, layer = entry_of(host), caches["main"][0]
+        for value in (0, torch.tensor([0]), torch.tensor(0)):
+            for start in (0, FRAME):
+                entry["k"][:, start : start + FRAME] = kv
+                entry["v"][:, start : start + FRAME] = kv
+                entry["global_end_index"] = start + FRAME
+                entry["local_end_index"] = torch.tensor([start + FRAME])
+            assert layer.held() == [(0, 2 * FRAME)]
+            entry["local_end_index"] = value
+            assert layer.held() == [(0, 2 * FRAME)]
+            entry["global_end_index"] = value
+            assert layer.held() == []
+
+
+def test_what_was_read_is_the_hosts_own():
+    """Traps 7 and 8: edits of a slice, and entries that are detached and assigned again."""
+    host = CausalInferencePipeline()
+    with skv.attach(host, preset="bf16") as caches:
+        entry = entry_of(host)
+        for name in ("k", "v"):
+            entry[name][:, :FRAME] = torch.ones(1, FRAME, HEADS, DIM).bfloat16()
+        entry["k"][:, :FRAME].mul_(7)
+        entry["k"] = entry["k"].detach()
+        assert torch.equal(entry["k"][:, :FRAME], torch.ones(1, FRAME, HEADS, DIM).bfloat16())
+        entry["k"].zero_()
+        assert caches["main"][0].held() == []
+
+
+def test_assigning_casts_as_a_tensor_does():
+    host = CausalInferencePipeline()
+    x = torch.randn(1, FRAME, HEADS, DIM, generator=torch.Generator().manual_seed(0))
+    with skv.attach(host, preset="bf16"):
+        entry = entry_of(host)
+        entry["k"][:, :FRAME] = x
+        entry["v"][:, :FRAME] = x.double()
+        for name in ("k", "v"):
+            assert torch.equal(entry[name][:, :FRAME], x.bfloat16())
+
+
+def test_the_tensor_is_no_cache_of_another_library():
+    """Hosts ask `hasattr` for these, to call methods of a chunked cache in place of slices."""
+    with skv.attach(CausalInferencePipeline(), preset="bf16") as caches:
+        assert len(caches) == 0
+    host = CausalInferencePipeline()
+    with skv.attach(host, preset="bf16"):
+        tensor = entry_of(host)["k"]
+        for name in ("read", "write", "evict_range", "kv_cache_size", "store_quantized"):
+            assert not hasattr(tensor, name)
+
+
+@pytest.mark.parametrize("attended", [2, 5, 6, 7, 50])
+@pytest.mark.parametrize("sink", [0, 3])
+def test_a_window_that_is_not_what_is_attended_to(attended, sink):
+    """A fixed max_attention_size with frames of another size: shorter or longer than the buffer."""
+    hosts = [CausalInferencePipeline(6, sink) for _ in range(2)]
+    for host in hosts:
+        for block in host.generator.model.blocks:
+            block.self_attn.max_attention_size = attended * FRAME + 5
+    wanted = run_twice(hosts[0], [1] * 12)
+    with skv.attach(hosts[1], preset="bf16"):
+        assert_equal(run_twice(hosts[1], [1] * 12), wanted)
+
+
+def test_frames_of_1560_tokens(monkeypatch):
+    """Trap 3: 30 by 52, with a first chunk of one. What attention would get is compared."""
+    seen = []
+
+    def attention(q, k, v):
+        seen.append((k.shape, k.float().sum(), v.float().sum()))
+        return q
+
+    monkeypatch.setattr(MODULE, "attention", attention)
+    host, plain = (CausalInferencePipeline(6, 1, grid=(30, 52)) for _ in range(2))
+    noise, chunks = noise_of(10, frame=1560), [1, 3, 3, 3]
+    wanted = plain.inference(noise, chunks, text_of())
+    before = list(seen)
+    seen.clear()
+    with skv.attach(host, preset="bf16"):
+        assert torch.equal(host.inference(noise, chunks, text_of()), wanted)
+    assert seen == before
+    host.kv_cache1 = None
+    with skv.attach(host, config=small_config("rtn")) as caches:
+        host.inference(noise, chunks, text_of())
+        assert_packed_once(caches["main"])
+        assert_ledger_is_real(caches)
+        assert caches["main"][0].encoded_tokens == 7 * 1560

@@ -39,7 +39,8 @@ def stores_before_rope(session: Session) -> bool:
 class HostRotation:
     """A host's function `name(x, grid_sizes, freqs, start_frame)` in its module `owner`.
 
-    x: [B, S, H, D] of whole frames, layout BSHD. grid_sizes: int [B, 3], frames, rows and columns.
+    x: [B, S, H, D] of whole frames, layout BSHD. grid_sizes: int [B, 3] or [3], frames, rows and
+    columns.
     Pairs of neighbouring channels have to turn by an angle of their position alone, alike in every
     head and row; that is checked once, on the first keys.
     The turns of one read, FP32 [T, D], are kept, as all layers of a pass read the same tokens.
@@ -68,6 +69,11 @@ class HostRotation:
     def _forget(self) -> None:
         self._recent.clear()
         self._turns = self._grid = self._freqs = None
+
+    def begin(self, frame_tokens: int) -> None:
+        """A new video, whose frames may be of another size."""
+        self._forget()
+        self.frame_tokens, self._is_checked = frame_tokens, False
 
     def before(self, turned: Tensor) -> Tensor:
         """What the host's function was given when it returned exactly this tensor."""
@@ -114,8 +120,8 @@ class HostRotation:
         """FP32 [end - start, D]: what becomes of (1, 0) in every pair of channels."""
         assert self._grid is not None  # a token is read after it was written
         first, last = start // self.frame_tokens, -(-end // self.frame_tokens)
-        grid = self._grid[:1].clone()
-        grid[:, 0] = last - first
+        grid = (self._grid if self._grid.dim() == 1 else self._grid[:1]).clone()
+        grid[..., 0] = last - first
         unit = torch.zeros(1, (last - first) * self.frame_tokens, 1, like.shape[3])
         unit[..., 0::2] = 1.0
         turned = self._function(unit.to(like.device), grid, self._freqs, start_frame=first)

@@ -17,7 +17,7 @@ from steadykv.hosts.adapter import Adapter, Session
 from steadykv.hosts.aside import set_aside
 from steadykv.hosts.contract import module_of, need, need_arguments, need_function
 from steadykv.hosts.copies import Asked, observe_next_attention
-from steadykv.hosts.self_forcing import IndexedEntry
+from steadykv.hosts.dicts import IndexedEntry
 from steadykv.hosts.slices import SlicedLayer
 
 __all__ = ["ADAPTERS"]

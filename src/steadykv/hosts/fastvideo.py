@@ -15,8 +15,8 @@ from torch import Tensor
 from steadykv.errors import HostError
 from steadykv.hosts.adapter import Adapter, Session
 from steadykv.hosts.contract import need, need_arguments
+from steadykv.hosts.dicts import IndexedEntry
 from steadykv.hosts.queries import observe_attention
-from steadykv.hosts.self_forcing import IndexedEntry
 from steadykv.hosts.slices import SlicedLayer
 from steadykv.hosts.trimmed import TrimmedTensor
 

@@ -17,7 +17,7 @@ from steadykv.hosts.aside import set_aside
 from steadykv.hosts.cloned import DeferredLayer
 from steadykv.hosts.contract import module_of, need, need_arguments, need_function
 from steadykv.hosts.copies import Asked, observe_next_attention
-from steadykv.hosts.self_forcing import IndexedEntry
+from steadykv.hosts.dicts import IndexedEntry
 
 __all__ = ["ADAPTERS"]
 

@@ -16,6 +16,8 @@ __all__ = ["adapter_named", "adapters", "find"]
 _MODULES = (
     "self_forcing",
     "causal_forcing_rolling",
+    "matrix_game_2",
+    "lingbot",
     "fastvideo",
     "longlive2",
     "longcat",

@@ -27,9 +27,10 @@ CAPACITY = 2**40
 class SlicedLayer:
     """Keys and values of one layer as two `SlicedTensor`s; a chunk is stored when both came.
 
-    batch: B of the tensors. substitutes: a slice [a, b) with a > 0 means the sink and then
-    [a + sink, b), which is what the host's own buffer would hold there; without, the tokens [a, b)
-    themselves, for hosts that fetch their sink by a slice of its own.
+    batch: B of the tensors. substitutes: a slice [a, b) means what the host's own buffer, a window
+    long and rolled behind the sink, holds in its last b - a tokens when b is written: for a whole
+    window the sink and the newest tokens. Without, the tokens [a, b) themselves, for hosts that
+    fetch their sink by a slice of its own.
     rotation: the host's rotary embedding, where keys are to be stored before it. packed: give out
     `PackedWindow`s, for a host whose attention is watched by `observe_attention`.
     A write at token 0 behind other tokens starts over, as a new prompt does.
@@ -92,10 +93,12 @@ class SlicedLayer:
 
     def ranges(self, start: int, end: int) -> list[TokenRange]:
         """The absolute tokens that a slice stands for."""
-        sink = self.layer.policy.sink_tokens
-        if start == 0 or not sink or not self.substitutes:
+        sink, window = self.layer.policy.sink_tokens, self.layer.policy.window_tokens
+        if window is None or end <= window or not self.substitutes:
             return [(start, end)]
-        return [(0, min(sink, end - start)), (min(start + sink, end), end)]
+        first = max(0, window - (end - start))  # where the slice begins in the host's own buffer
+        newest = (end - window + max(first, sink), end)
+        return [(first, sink), newest] if first < sink else [newest]
 
     def reset(self) -> None:
         """Forget everything."""
@@ -149,7 +152,7 @@ class SlicedTensor:
                 f"layer {self._side.layer.layer}: {tokens} tokens written to {start} to {end}: "
                 f"expected {end - start}"
             )
-        self._side.write(self._name, start, value)
+        self._side.write(self._name, start, value.to(self.dtype))  # as assigning to a tensor does
 
     def detach(self) -> SlicedTensor:
         return self
