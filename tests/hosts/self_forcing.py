@@ -47,7 +47,8 @@ def causal_rope_apply(x: Tensor, grid_sizes: Tensor, freqs: Tensor, start_frame:
             over[1][None, :h, None].expand(f, h, w, -1),
             over[2][None, None, :w].expand(f, h, w, -1),
         ]
-        numbers = numbers * torch.cat(turns, -1).reshape(f * h * w, 1, pairs)
+        turns = torch.cat(turns, -1).reshape(f * h * w, 1, pairs)
+        numbers = numbers * turns.to(x.device)
         turned.append(torch.view_as_real(numbers).flatten(2))
     return torch.stack(turned).type_as(x)
 

@@ -39,7 +39,7 @@ def attach(
 
     host: what the adapter's page in docs/hosts names: the pipeline, or the model itself.
     preset: a preset's name, or a method such as "quantwm:bf16" (keys:values). config: instead of a
-    preset. adapter: its name, where the host does not tell. calibration: for codecs that ask for
+    preset. adapter: its name, where several know the host. calibration: for codecs that ask for
     one. debug: see `KVCache`. options: of the adapter, listed on its page.
 
     Nothing of the host is edited but attributes of its objects, which are put back at the end of
@@ -49,6 +49,8 @@ def attach(
     anything is changed.
     """
     chosen = find(host) if adapter is None else adapter_named(adapter)
+    if not chosen.matches(host):
+        raise HostError(f"{chosen.title}: got a {describe(host)}: expected {chosen.expects}")
     unknown = sorted(set(options) - set(chosen.options))
     if unknown:
         known = ", ".join(sorted(chosen.options)) or "none"

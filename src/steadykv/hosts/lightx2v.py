@@ -101,9 +101,8 @@ def install(session: Session, host: Any) -> None:
 
     def attention(original: Any, *args: Any, **kwargs: Any) -> Any:
         q, k = (args[i] if len(args) > i else kwargs.get("qk"[i]) for i in range(2))
-        layer = session.readers.layer_of(k)
-        if layer is not None and isinstance(q, Tensor):
-            layer.observe_queries(q[None])
+        if isinstance(q, Tensor):
+            session.readers.show(q[None], k)
         return original(*args, **kwargs)
 
     found = {id(kernel): kernel for kernel in kernels(host)}

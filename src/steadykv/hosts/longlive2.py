@@ -120,6 +120,6 @@ ADAPTERS = (
         matches=matches,
         check=check,
         install=install,
-        aliases=("longlive-2", "longlive-2-5b"),
+        aliases=("longlive", "longlive-2-5b"),
     ),
 )

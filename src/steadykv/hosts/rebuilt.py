@@ -55,7 +55,8 @@ class RebuiltLayer:
         digests = [self._digest(k, v, end - n, end) for n, end in zip(pieces, ends, strict=True)]
         kept = self._same_pieces(ends, digests)
         start = ends[kept - 1] if kept else 0
-        self.layer.truncate(start)
+        if self.layer.progress.newest > start:  # or what waits for the first span would be settled
+            self.layer.truncate(start)
         self._append(k, v, start, ends[kept:], observed)
         self._stored = list(zip(ends, digests, strict=True))
         return tokens - start
