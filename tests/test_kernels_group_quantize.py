@@ -6,6 +6,8 @@ import pytest
 import torch
 
 from steadykv import ops
+from steadykv.codecs import QueryMoment, encode
+from steadykv.config import preset
 from tests.kernels import DEVICE, clustered_tokens, start_centroids
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
@@ -120,3 +122,19 @@ def test_number_formats_round_as_torch_does() -> None:
     ]
     assert_equal_tensors(*named)
     assert len(named[0][0]["scale"].view(torch.uint8).unique()) == 126  # all but 0
+
+
+@pytest.mark.parametrize("method", ["qvg", "qvg4", "quantwm", "steady"])
+def test_a_payload_keeps_no_more_than_its_bytes(method: str) -> None:
+    """What kernels return are no views of larger scratch memory: the ledger counts elements."""
+    x = clustered_tokens(2, 90, 64).to(torch.bfloat16)[None]
+    config = preset(method, centroids=8)
+    moment = QueryMoment.empty(1, 2, 64, device=DEVICE)
+    with ops.use_backend("triton"):
+        moment.update(x)
+        for codec in (config.keys, config.values):
+            payload = encode(x, codec, stats=moment if codec.needs_queries else None)
+            kept = [*payload.tensors.values(), *payload.flags.values()]
+            storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in kept}
+            counted = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in kept}
+            assert sum(s.nbytes() for s in storages.values()) == sum(counted.values())

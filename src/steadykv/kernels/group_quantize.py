@@ -71,7 +71,9 @@ def quantize_clustered(
     row = width * bits // 8 if in_words else width
     codes = torch.empty(heads, tokens, row, dtype=torch.uint8, device=x.device)
     scales = torch.empty(heads, tokens, groups, dtype=torch.uint8, device=x.device)
-    counts = torch.zeros(2, heads, dtype=torch.int64, device=x.device)
+    # Of values that saturate; for an affine grid the bits of the widest range. Not two rows of one
+    # tensor: what is kept would keep the other.
+    counts = torch.zeros(heads, dtype=torch.int64, device=x.device)
     words = codes.view(torch.int16) if in_words else codes
     block = WARPS * max(4, TILE // padded)
     grid_size = (blocks(tokens, block), heads, 1)
@@ -86,17 +88,19 @@ def quantize_clustered(
             )  # fmt: skip
         if not in_words:
             codes = pack(codes, bits, packing)
-        return {"codes": codes, "scale": scales.view(torch.float8_e4m3fn)}, counts[0]
+        return {"codes": codes, "scale": scales.view(torch.float8_e4m3fn)}, counts
     # Zero points of a tile fill bytes.
     has_zero_bytes = groups & (groups - 1) == 0 and bits in (2, 4)
     nbytes = blocks(tokens * groups * bits, 8) if has_zero_bytes else tokens * groups
     zeros = torch.empty(heads, nbytes, dtype=torch.uint8, device=x.device)
     base = torch.empty(heads, dtype=torch.float16, device=x.device)
+    saturated = torch.empty_like(counts)
     ends = torch.empty(2, heads, tokens, padded // size, dtype=torch.float32, device=x.device)
     with on_device(x):
         _ranges(kind, grid_size, *inputs, ends, counts, tokens, *shape)
         _affine(
-            kind, grid_size, *inputs, ends, counts, words, scales, base, zeros, tokens, nbytes,
+            kind, grid_size, *inputs, ends, counts, saturated, words, scales, base, zeros,
+            tokens, nbytes,
             *shape, *coding, bits if has_zero_bytes else 8,
         )  # fmt: skip
     if not in_words:
@@ -104,7 +108,7 @@ def quantize_clustered(
     if not has_zero_bytes:
         zeros = pack(zeros, bits)
     tensors = {"codes": codes, "scale_codes": scales, "scale_base": base, "zeros": zeros}
-    return tensors, counts[0]
+    return tensors, saturated
 
 
 @triton.jit
@@ -205,7 +209,7 @@ def _ranges_kernel(
     p_mu,
     p_ids,
     p_ends,
-    p_counts,
+    p_widest,
     tokens,
     CLUSTERS: tl.constexpr,
     WIDTH: tl.constexpr,
@@ -228,7 +232,7 @@ def _ranges_kernel(
     tl.store(p_low + at, low, mask=mask)
     tl.store(p_low + tl.num_programs(1).to(tl.int64) * tokens * ALL + at, high, mask=mask)
     widest = tl.max(high - low).to(tl.int32, bitcast=True)  # ordered as the numbers, which are >= 0
-    tl.atomic_max(p_counts + tl.num_programs(1) + head, widest.to(tl.int64), sem="relaxed")
+    tl.atomic_max(p_widest + head, widest.to(tl.int64), sem="relaxed")
 
 
 @triton.jit(do_not_specialize=["tokens", "zero_nbytes"])
@@ -237,6 +241,7 @@ def _affine_kernel(
     p_mu,
     p_ids,
     p_ends,
+    p_widest,
     p_counts,
     p_codes,
     p_scales,
@@ -259,7 +264,7 @@ def _affine_kernel(
     even, odd, head, first, row = _residual(
         p_x, p_mu, p_ids, tokens, CLUSTERS, WIDTH, SIZE, ALL, LANES, TOKENS, True
     )
-    top = tl.load(p_counts + tl.num_programs(1) + head).to(tl.int32).to(tl.float32, bitcast=True)
+    top = tl.load(p_widest + head).to(tl.int32).to(tl.float32, bitcast=True)
     # The FP16 base of a head is 1/255 of its widest step.
     top = tl.minimum(top, FP32_MAX)  # or 0 times it would be NaN: a range may leave FP32
     wanted = tl.div_rn(tl.div_rn(top, top * 0 + (LEVELS - 1.0)), top * 0 + 255.0)
