@@ -76,7 +76,9 @@ class LayerCache:
         self.policy = SpanPolicy(config.policy, frame_tokens)
         self.progress = Progress(self.policy)
         self.layer = layer
-        self.calibration = calibration_of(calibration, config, layer, self.geometry)
+        # A host may build its caches under inference mode, whose tensors none outside may change.
+        with torch.inference_mode(False):
+            self.calibration = calibration_of(calibration, config, layer, self.geometry)
         self.debug = debug
         self.meter = MemoryMeter() if meter is None else meter
         self.keys = TensorStore("key", self.geometry.token_dim)
@@ -85,7 +87,8 @@ class LayerCache:
         if config.keys.needs_queries:
             self.stats = QueryStats(num_heads, config.keys.first_span == "own")
         self._held_nbytes = 0
-        self._forget()
+        with torch.inference_mode(False):
+            self._forget()
         self._account()
 
     def _forget(self) -> None:

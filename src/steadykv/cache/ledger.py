@@ -109,7 +109,7 @@ class Ledger:
     def bits_per_element(self) -> float:
         elements = sum(layer.packed_elements for layer in self.layers)
         if not elements:
-            return float(max(layer.dense_element_bits for layer in self.layers))
+            return float(max((layer.dense_element_bits for layer in self.layers), default=16))
         return sum(layer.packed_bits for layer in self.layers) / elements
 
     @property

@@ -50,7 +50,7 @@ class StoredPair:
     @torch.compiler.disable
     def __setitem__(self, key: Any, value: Tensor) -> None:
         which, tokens = self._parts(key)
-        if value.shape[2] != tokens or (which == 1) != (self._keys is not None):
+        if value.shape[2] != tokens or (which == 1 and self._keys is None):
             raise PositionError(
                 f"layer {self.side.layer.layer}: {value.shape[2]} tokens of "
                 f"{('keys', 'values')[which]} written to :{tokens}: expected keys and then values, "

@@ -42,6 +42,7 @@ class HalvesObserver(TorchFunctionMode):
         self._calls = self._held = self._seen = self._read = 0
         self._inside = False
         self._useless = False
+        self._waiting: list[Tensor] = []  # queries of a half whose other one has not come
 
     def watch(self, model: nn.Module) -> None:
         """Wrap the functions that the files of the model's classes call."""
@@ -54,6 +55,8 @@ class HalvesObserver(TorchFunctionMode):
 
     def gave(self, keys: Tensor, layer: LayerCache) -> None:
         """Keys [B, H, S, D] of a layer were read."""
+        if self._waiting:
+            self._give_up("only one half of the cached keys was attended to")
         self._layer, self._calls, self._held = layer, 0, keys.shape[2]
         self._first = keys[:, :, :1].clone()
         self._read += 1
@@ -118,7 +121,12 @@ class HalvesObserver(TorchFunctionMode):
             for number, queries, _ in parts:
                 before = number * (width // 2)
                 padding = (before, width // 2 - before)
-                self._take(layer, functional.pad(queries, padding))
+                self._waiting.append(functional.pad(queries, padding))
+            # Both halves or none: one that nobody asks for would count as free of cost.
+            if len(self._waiting) == 2:
+                for queries in self._waiting:
+                    self._take(layer, queries)
+                self._waiting.clear()
         else:
             self._give_up(f"attention is called with queries {tuple(q.shape)}")
 
@@ -128,4 +136,5 @@ class HalvesObserver(TorchFunctionMode):
 
     def _give_up(self, why: str) -> None:
         self._useless = True
+        self._waiting.clear()
         self.session.without_queries(why)

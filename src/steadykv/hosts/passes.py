@@ -33,6 +33,7 @@ def follow_calls(
     def last(*_: Any) -> None:
         after()
 
+    session.patches.claim(model)
     for hook in (
         model.register_forward_pre_hook(first, prepend=True, with_kwargs=True),
         model.register_forward_hook(last, always_call=True),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, MutableMapping
+from types import ModuleType
 from typing import Any
 
 __all__ = ["Patches"]
@@ -20,6 +21,15 @@ class Patches:
 
     def __init__(self) -> None:
         self._undo: list[Callable[[], None]] = []
+        self.owners: dict[int, Any] = {}
+
+    def claim(self, owner: Any) -> None:
+        """`owner` is changed, here or by a hook: nobody else may attach to it meanwhile.
+
+        A module (file) is shared by all hosts of its classes, so it is nobody's.
+        """
+        if not isinstance(owner, ModuleType):
+            self.owners[id(owner)] = owner
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Let `owner.name` be `value` until `undo`."""
@@ -28,25 +38,30 @@ class Patches:
 
     def keep(self, owner: Any, name: str) -> None:
         """Put back on `undo` what `owner.name` is now, whoever writes it until then."""
+        self.claim(owner)
         before = vars(owner).get(name, _ABSENT)
-
-        def restore() -> None:
-            if before is not _ABSENT:
-                setattr(owner, name, before)
-            elif name in vars(owner):
-                delattr(owner, name)
-
-        self._undo.append(restore)
+        self._undo.append(lambda: _put_back(owner, name, before))
 
     def wrap(self, owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-        """Let calls of `owner.name(...)` become `wrapper(original, ...)`."""
-        original = getattr(owner, name)
+        """Let calls of `owner.name(...)` become `wrapper(original, ...)`.
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            return wrapper(original, *args, **kwargs)
+        Blocks may end in another order than they began: a wrapper below others is taken out.
+        """
+        self.claim(owner)
+        call = _Wrapped(wrapper, getattr(owner, name), vars(owner).get(name, _ABSENT))
+        setattr(owner, name, call)
 
-        call.__wrapped__ = original  # type: ignore[attr-defined]  # for inspect.signature
-        self.set(owner, name, call)
+        def restore() -> None:
+            outer = vars(owner).get(name)
+            if outer is call:
+                _put_back(owner, name, call.before)
+                return
+            while isinstance(outer, _Wrapped) and outer.__wrapped__ is not call:
+                outer = outer.__wrapped__
+            if isinstance(outer, _Wrapped):
+                outer.__wrapped__, outer.before = call.__wrapped__, call.before
+
+        self._undo.append(restore)
 
     def set_item(self, owner: MutableMapping[Any, Any], key: Any, value: Any) -> None:
         """Let `owner[key]` be `value` until `undo`."""
@@ -67,6 +82,7 @@ class Patches:
 
     def undo(self) -> None:
         """Restore everything, the newest first; a failure does not keep the rest from it."""
+        self.owners.clear()
         failure: BaseException | None = None
         while self._undo:
             try:
@@ -75,3 +91,21 @@ class Patches:
                 failure = error
         if failure is not None:
             raise failure
+
+
+class _Wrapped:
+    """A function around another one. before: what the owner's dictionary held, or nothing."""
+
+    def __init__(self, wrapper: Callable[..., Any], original: Any, before: Any) -> None:
+        self.wrapper, self.before = wrapper, before
+        self.__wrapped__ = original  # inspect.signature looks for it too
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.wrapper(self.__wrapped__, *args, **kwargs)
+
+
+def _put_back(owner: Any, name: str, before: Any) -> None:
+    if before is not _ABSENT:
+        setattr(owner, name, before)
+    elif name in vars(owner):
+        delattr(owner, name)

@@ -39,6 +39,8 @@ def adapters() -> tuple[Adapter, ...]:
 
 def adapter_named(name: str) -> Adapter:
     """The adapter of that name or alias; else ConfigError."""
+    if not isinstance(name, str):
+        raise ConfigError(f"adapter is {name!r}: expected a name, such as 'self-forcing'")
     wanted = _plain(name)
     for adapter in adapters():
         if wanted in {_plain(known) for known in (adapter.name, *adapter.aliases)}:

@@ -56,7 +56,7 @@ class SlicedLayer:
 
     def write(self, name: str, start: int, tensor: Tensor) -> None:
         """One tensor of a chunk; the other one has to follow before anything else."""
-        if self._half is None:
+        if self._half is None or self._half[:2] == (name, start):  # again, after a failure between
             self._half = name, start, tensor
             return
         first, first_start, first_tensor = self._half

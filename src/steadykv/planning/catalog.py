@@ -176,9 +176,11 @@ def _find(kind: str, name: str, things: Sequence[_Named], names: Sequence[Sequen
     close = [known for known in by_name if len(wanted) > 2 and known.startswith(wanted)]
     close += get_close_matches(wanted, by_name, n=6, cutoff=0.6)
     found = list(dict.fromkeys(by_name[known].id for known in close))[:4]
-    if not found:
-        raise ConfigError(f"{kind} is {name!r}: expected a known one; `steadykv plan` lists them")
-    raise ConfigError(f"{kind} is {name!r}: expected a known one, such as {_or(found)}")
+    such = f", such as {_or(found)}" if found else ""
+    size = "; a size like 12GiB works too" if kind == "gpu" else ""
+    raise ConfigError(
+        f"{kind} is {name!r}: expected a known one{such}; `steadykv plan` lists them{size}"
+    )
 
 
 def _named(text: str) -> bool:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 
 from steadykv.config import METHODS, CacheConfig
+from steadykv.errors import ConfigError
 from steadykv.ops.attention import BUDGETS
 from steadykv.planning.catalog import Model
 from steadykv.planning.replay import Geometry, Moment, Replay
@@ -112,8 +114,9 @@ class Need:
 def need(setting: Setting, config: CacheConfig, chunks: int, cached: int | None = None) -> Need:
     """For a video of so many chunks; cached: latent frames that a rebuilt cache is made from."""
     if setting.model.storage == "appended":
-        needs = _appended(setting, config)
-        return [next(needs) for _ in range(chunks)][-1]
+        if chunks > MOST_CHUNKS:
+            raise ConfigError(f"{chunks} chunks of frames: expected at most {MOST_CHUNKS}")
+        return next(islice(_appended(setting, config), chunks - 1, None))
     return _rebuilt(setting, config, chunks, cached)
 
 

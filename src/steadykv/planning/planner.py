@@ -296,7 +296,15 @@ def _configs(
 def _condition(model: Model, frames: int | None) -> int | None:
     """Condition latents of a model whose cache is made of them; None for other models."""
     if model.storage == "condition":
-        return model.window_latents if frames is None else model.latents(frames)
+        if frames is None:
+            return model.window_latents
+        most = (model.window_latents or 0) + model.chunk_latents  # of a segment, at the default
+        if model.latents(frames) >= most:
+            raise ConfigError(
+                f"condition_frames is {frames}: expected less than the frames of a segment of "
+                f"{model.id}, {model.pixel_frames(most)}"
+            )
+        return model.latents(frames)
     if frames is not None:
         raise ConfigError(
             f"condition_frames is {frames}, but the cache of {model.id} is not made from condition "
