@@ -7,6 +7,8 @@ training/lpips_weights.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib import resources
 from typing import NamedTuple
@@ -17,6 +19,7 @@ from torch.nn import functional
 
 from steadykv.errors import ConfigError, PayloadError, ShapeError
 from steadykv.evaluation.metrics.frames import Frames, frame_pair
+from steadykv.ops.precision import full_precision
 
 FORMAT = "steadykv-lpips-alexnet-1"
 
@@ -72,6 +75,19 @@ def _weights(device: torch.device) -> dict[str, torch.Tensor]:
     return {name: tensor.float().to(device) for name, tensor in tensors.items()}
 
 
+@contextmanager
+def _full_convolutions(device: torch.device) -> Iterator[None]:
+    """Inside, FP32 convolutions are FP32: torch's default on CUDA is TF32."""
+    backend = torch.backends.cudnn if device.type == "cuda" else torch.backends.mkldnn
+    convolutions = backend.conv
+    before = convolutions.fp32_precision
+    convolutions.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        convolutions.fp32_precision = before
+
+
 class LPIPS:
     """The network with its shipped weights on one device.
 
@@ -108,7 +124,7 @@ class LPIPS:
                 f"frames are {first.shape[2]} x {first.shape[3]} pixels; LPIPS expects at least "
                 f"{SMALLEST} x {SMALLEST}: use larger frames"
             )
-        with torch.no_grad(), torch.backends.cudnn.flags(enabled=True, allow_tf32=False):
+        with full_precision(self.device), _full_convolutions(self.device):
             return self._distance(first[0].to(self.device), second[0].to(self.device))
 
     def _distance(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
