@@ -74,8 +74,10 @@ def flickering(frames: torch.Tensor, gain: float) -> torch.Tensor:
 
 
 def dropping(frames: torch.Tensor, lost: int) -> torch.Tensor:
-    """Of every ``lost`` + 1 frames the first is shown ``lost`` + 1 times."""
-    return frames[torch.arange(len(frames)) // (lost + 1) * (lost + 1)]
+    """Of frames 2, 4, 6 ... the first ``lost`` do not arrive: the one before is shown again."""
+    shown = torch.arange(len(frames))
+    shown[2 : 2 + 2 * lost : 2] -= 1
+    return frames[shown]
 
 
 def compressed(frames: torch.Tensor, quality: int) -> torch.Tensor:
