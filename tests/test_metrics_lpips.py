@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
+import pickle
 from importlib import resources
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
@@ -16,6 +19,7 @@ from steadykv.errors import ConfigError, NonFiniteError, PayloadError, ShapeErro
 from steadykv.evaluation.metrics import lpips
 from steadykv.evaluation.metrics.lpips import LAYERS, LPIPS, lpips_by_frame
 from tests.natural import clip, noisy, shared_images
+from training.lpips_weights import ArraysOnly, read_sdist
 
 VALUES = json.loads((Path(__file__).parent / "data" / "lpips.json").read_text(encoding="utf-8"))
 PAIRS = shared_images()
@@ -139,6 +143,28 @@ def test_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     save_file({"x": torch.zeros(1)}, file, metadata={"format": "other"})
     with pytest.raises(PayloadError, match="got format 'other'"):
         lpips._weights.__wrapped__(torch.device("cpu"))
+
+
+class Intruder:
+    """Pickled, it asks for a call of print."""
+
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return print, ("called",)
+
+
+def test_making_the_weights_unpickles_arrays_and_nothing_else(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    array = np.arange(6, dtype=np.float32).reshape(2, 3)
+    data = pickle.dumps({"a": array}, protocol=3).replace(b"numpy._core.", b"numpy.core.")
+    assert np.array_equal(ArraysOnly(io.BytesIO(data)).load()["a"], array)
+    with pytest.raises(pickle.UnpicklingError, match=r"names builtins\.print"):
+        ArraysOnly(io.BytesIO(pickle.dumps({"a": Intruder()}))).load()
+    assert capsys.readouterr().out == ""
+    other = tmp_path / "other.tar.gz"
+    other.write_bytes(b"another file")
+    with pytest.raises(SystemExit, match="expected a286e44ce15d"):
+        read_sdist(other)
 
 
 @pytest.mark.cuda

@@ -93,7 +93,7 @@ class LPIPS:
 
     ``model(a, b)`` takes uint8 [N, H, W, 3] twice and returns FP64 [N], 0 (equal) upwards; equal
     frames give exactly 0, and neither argument is preferred. FP32 throughout, also on CUDA (no
-    TF32). Allocates about 110 bytes per pixel of all 2 N frames.
+    TF32). Allocates about 80 bytes per pixel of all 2 N frames.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

@@ -52,9 +52,9 @@ def ms_ssim_by_frame(reference: Frames, video: Frames, channels: str = "luma") -
     ``reference`` and ``video`` are uint8 [T, H, W, 3] or [B, T, H, W, 3]. Five scales; window and
     constants as :func:`ssim_by_frame`, at every scale; contrast and structure at all of them,
     luminance at the coarsest alone. ``channels``: "luma" compares BT.601 luma, "rgb" averages the
-    three channels' values. Works frame by frame and allocates 70 bytes per pixel of one frame.
-    Raises ConfigError (unknown ``channels``), ShapeError (sizes differ, or a side under 161 pixels)
-    or NonFiniteError.
+    three channels' values. Works frame by frame and allocates about 60 bytes per pixel of one
+    frame. Raises ConfigError (unknown ``channels``), ShapeError (sizes differ, or a side under 161
+    pixels) or NonFiniteError.
     """
     check_channels(channels)
     first, second, batched = frame_pair(reference, video)

@@ -25,8 +25,8 @@ def frame_mse(reference: Frames, video: Frames) -> torch.Tensor:
     """Mean squared error of each frame, in squared grey levels (0 .. 65,025).
 
     ``reference`` and ``video`` are uint8 [T, H, W, 3] or [B, T, H, W, 3]; the result is FP64 [T] or
-    [B, T] on the reference's device. Sums are whole numbers, so the value is exact. Allocates 8
-    bytes per pixel value of one frame of every video. Raises ShapeError or NonFiniteError.
+    [B, T] on the reference's device. Sums are whole numbers, so the value is exact. Allocates
+    about 20 bytes per pixel value of one frame of every video. Raises ShapeError or NonFiniteError.
     """
     first, second, batched = frame_pair(reference, video)
     errors = []

@@ -15,7 +15,7 @@ def flicker_by_step(reference: Frames, video: Frames) -> torch.Tensor:
     ``reference`` and ``video`` are uint8 [T, H, W, 3] or [B, T, H, W, 3]. Unit: the full range of a
     pixel, 0 .. 1 (a difference of differences can reach 2). Frames in -1 .. 1 would give twice the
     number, grey levels 255 times. Element t - 1 belongs to the step that ends in frame t. Allocates
-    10 bytes per pixel value of one frame of every video. Raises ShapeError (sizes differ, one
+    about 15 bytes per pixel value of one frame of every video. Raises ShapeError (sizes differ, one
     frame only).
     """
     first, second, batched = frame_pair(reference, video)
