@@ -87,7 +87,15 @@ def test_large_frames_go_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes[3:] == [1] * 5
 
 
-def test_a_host_that_lowered_the_precision_changes_nothing() -> None:
+def test_a_host_that_lowered_the_precision_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen, convolve = set(), torch.nn.functional.conv2d
+
+    def watched(*arguments):  # type: ignore[no-untyped-def]
+        seen.add(torch.backends.mkldnn.conv.fp32_precision)
+        return convolve(*arguments)
+
     frames = clip()[:1, :96, :96]
     expected = lpips_by_frame(frames, noisy(frames, 9))
     before = torch.get_float32_matmul_precision()
@@ -95,9 +103,11 @@ def test_a_host_that_lowered_the_precision_changes_nothing() -> None:
     try:
         torch.set_float32_matmul_precision("medium")
         torch.backends.mkldnn.conv.fp32_precision = "bf16"
+        monkeypatch.setattr(lpips.functional, "conv2d", watched)
         with torch.autocast("cpu", torch.bfloat16):
             assert torch.equal(lpips_by_frame(frames, noisy(frames, 9)), expected)
         assert torch.backends.mkldnn.conv.fp32_precision == "bf16"
+        assert seen == {"ieee"}  # not every processor has the instructions that would show it
     finally:
         torch.set_float32_matmul_precision(before)
         torch.backends.mkldnn.conv.fp32_precision = convolutions
