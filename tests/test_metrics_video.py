@@ -53,6 +53,13 @@ def test_psnr_follows_its_definition() -> None:
     assert torch.equal(psnr(reference, video, 1, 4), psnr_from_mse(error[1:4].mean()))
 
 
+def test_large_errors_are_summed_without_rounding() -> None:
+    generator = torch.Generator().manual_seed(1)
+    video = torch.randint(230, 256, (2, 41, 53, 3), dtype=torch.uint8, generator=generator)
+    exact = video.long().square().sum(dim=(1, 2, 3)).double() / video[0].numel()
+    assert torch.equal(frame_mse(torch.zeros_like(video), video), exact)
+
+
 def test_psnr_of_one_grey_level() -> None:
     reference = torch.full((3, 96, 128, 3), 100, dtype=torch.uint8)
     everywhere = reference + 1
