@@ -6,6 +6,7 @@ import torch
 
 from steadykv.errors import ShapeError
 from steadykv.evaluation.metrics.frames import PEAK, Frames, check_window, frame_pair
+from steadykv.evaluation.metrics.psnr import exact_sum
 
 
 def flicker_by_step(reference: Frames, video: Frames) -> torch.Tensor:
@@ -26,10 +27,10 @@ def flicker_by_step(reference: Frames, video: Frames) -> torch.Tensor:
     for index in range(1, count):
         # (v_t - v_(t-1)) - (r_t - r_(t-1)) is the change of the error v - r: exact in int16.
         following = second[:, index].short() - first[:, index].short()
-        steps.append((following - error).abs_().flatten(1).sum(dim=1))
+        steps.append(exact_sum((following - error).abs_().flatten(1).float()))
         error = following
     values_per_frame = first[0, 0].numel()
-    result = torch.stack(steps, dim=1).double() / (values_per_frame * PEAK)
+    result = torch.stack(steps, dim=1) / (values_per_frame * PEAK)
     return result if batched else result[0]
 
 
