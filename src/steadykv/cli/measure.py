@@ -21,7 +21,7 @@ from steadykv.cli.options import Device, Json, Out
 from steadykv.errors import ConfigError
 
 if TYPE_CHECKING:
-    from steadykv.evaluation.video_samples import Samples
+    from steadykv.evaluation.video_excerpt import Excerpt
 
 MEASURE_FILE, REPORT_FILE = "measure.json", "report.html"
 PAGE = "steadykv.report.measure_page"
@@ -73,32 +73,32 @@ def measure(
         from steadykv.evaluation.measure import MeasureOptions, measurement_data
         from steadykv.evaluation.measure import measure as run
         from steadykv.evaluation.results import write_csv, write_json
+        from steadykv.evaluation.video_excerpt import Excerpt
         from steadykv.evaluation.video_pair import PairOptions, VideoPair
-        from steadykv.evaluation.video_samples import Samples
 
         match = "time" if by_time else "index" if by_index else "exact"
         pairing = PairOptions(start, end, match, shortest, resize)
         options = MeasureOptions(lpips, ms_ssim, window=window, device=str(place))
         raise_on_interrupt()
         with VideoPair(a, b, pairing) as pair, claimed(folder):
-            samples = None if find_spec(PAGE) is None else Samples()
-            measured = run(pair, options, samples=samples, on_progress=advance)
+            excerpt = None if find_spec(PAGE) is None else Excerpt()
+            measured = run(pair, options, excerpt=excerpt, on_progress=advance)
             data = measurement_data(
-                measured, options, pair, command=command_text(context.obj), samples=samples
+                measured, options, pair, command=command_text(context.obj), excerpt=excerpt
             )
             write_json(folder / MEASURE_FILE, data)
-            if samples is not None:
-                _write_page(folder, data, samples)
+            if excerpt is not None:
+                _write_page(folder, data, excerpt)
             if table is not None:
                 write_csv(table, measured.rows())
     _show(folder, data, as_json=json)
 
 
-def _write_page(folder: Path, data: dict[str, Any], samples: Samples) -> None:
+def _write_page(folder: Path, data: dict[str, Any], excerpt: Excerpt) -> None:
     from steadykv.evaluation.results import write_bytes_atomically
     from steadykv.report.measure_page import measure_page
 
-    write_bytes_atomically(folder / REPORT_FILE, measure_page(data, *samples.videos()).encode())
+    write_bytes_atomically(folder / REPORT_FILE, measure_page(data, *excerpt.videos()).encode())
 
 
 def _show(folder: Path, data: dict[str, Any], as_json: bool) -> None:

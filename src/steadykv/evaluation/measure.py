@@ -8,6 +8,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -18,17 +19,18 @@ from steadykv.errors import ConfigError
 from steadykv.evaluation.metrics import (
     flicker_by_step,
     frame_mse,
+    lpips,
+    ms_ssim,
     psnr_from_mse,
     ssim_by_frame,
 )
 from steadykv.evaluation.metrics.ssim import WINDOW
 from steadykv.evaluation.provenance import environment
+from steadykv.evaluation.video_excerpt import Excerpt
+from steadykv.evaluation.video_file import PICTURES_FPS
 from steadykv.evaluation.video_pair import VideoPair
-from steadykv.evaluation.video_samples import Samples
 
 MEASURE_VERSION = 1
-MS_SSIM_SIDE = 161  # five scales of an 11-pixel window: (11 - 1) * 2**4 + 1
-LPIPS_SIDE = 31  # AlexNet's two poolings leave one pixel of it
 TAIL = 0.05
 
 ByFrame = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -111,7 +113,7 @@ class Measured:
     """Numbers by frame of a finished measurement; ``mse`` is what PSNR is made of."""
 
     start: int
-    fps: float | None
+    fps: float
     sources: list[dict[str, Any]]
     notes: list[str]
     times: array[float] = field(default_factory=lambda: array("d"))
@@ -139,7 +141,11 @@ class Measured:
         if not len(part):
             return None
         mean = float(part.mean())
-        return float(psnr_from_mse(torch.tensor(mean))) if metric == "psnr" else mean
+        return (
+            float(psnr_from_mse(torch.tensor(mean, dtype=torch.float64)))
+            if metric == "psnr"
+            else mean
+        )
 
     def tail(self, metric: str) -> dict[str, Any] | None:
         """The worst frame, and the value that 5 % of the frames do not reach; None without any."""
@@ -192,18 +198,20 @@ def measure(
     pair: VideoPair,
     options: MeasureOptions,
     *,
-    samples: Samples | None = None,
+    excerpt: Excerpt | None = None,
     on_progress: Progress | None = None,
 ) -> Measured:
     """Read both videos once and measure every pair of frames.
 
-    ``samples`` also receives the frames. Besides them, memory does not depend on the length: two
+    ``excerpt`` also receives the frames. Besides them, memory does not depend on the length: two
     chunks of frames, 8 bytes a frame and metric. Raises what VideoPair.chunks and the metrics do.
     """
     width, height = pair.size
     notes: list[str] = []
     meters = _meters(min(width, height), options, notes)
-    measured = Measured(pair.options.start, pair.first.fps or pair.second.fps, [], notes)
+    measured = Measured(
+        pair.options.start, pair.first.fps or pair.second.fps or PICTURES_FPS, [], notes
+    )
     measured.series = {name: array("d") for name in meters}
     total = pair.expected
     for chunk in pair.chunks():
@@ -211,8 +219,8 @@ def measure(
         for name, meter in meters.items():
             measured.series[name].extend(meter(a, b).tolist())
         measured.times.extend(chunk.times)
-        if samples is not None:
-            samples.add(chunk.first, chunk.a, chunk.b)
+        if excerpt is not None:
+            excerpt.add(chunk.a, chunk.b)
         if on_progress is not None:
             on_progress(measured.frames, max(total, measured.frames), "measuring")
     measured.sources = [file.to_dict() for file in (pair.first, pair.second)]
@@ -222,26 +230,19 @@ def measure(
 
 def _meters(side: int, options: MeasureOptions, notes: list[str]) -> dict[str, ByFrame]:
     """What is computed for every chunk; what the frames are too small for is noted."""
+
+    def fits(name: str, least: int) -> bool:
+        if side < least:
+            notes.append(f"{name} was left out: the shorter side has {side} pixels, not {least}")
+        return side >= least
+
     meters: dict[str, ByFrame] = {"mse": frame_mse}
-    wanted = {"SSIM": (WINDOW, True), "MS-SSIM": (MS_SSIM_SIDE, options.ms_ssim)}
-    wanted["LPIPS"] = (LPIPS_SIDE, options.lpips)
-    fits = {name: asked and side >= least for name, (least, asked) in wanted.items()}
-    notes += [
-        f"{name} was left out: it needs {least} pixels on the shorter side, the frames have {side}"
-        for name, (least, asked) in wanted.items()
-        if asked and not fits[name]
-    ]
-    if fits["SSIM"]:
-        meters["ssim"] = lambda a, b: ssim_by_frame(a, b, channels="luma")
-    if fits["MS-SSIM"]:
-        from steadykv.evaluation.metrics.ms_ssim import ms_ssim_by_frame
-
-        meters["ms_ssim"] = lambda a, b: ms_ssim_by_frame(a, b, channels="luma")
-    if fits["LPIPS"]:
-        from steadykv.evaluation.metrics.lpips import LPIPS, lpips_by_frame
-
-        model = LPIPS(options.device)
-        meters["lpips"] = lambda a, b: lpips_by_frame(a, b, model)
+    if fits("SSIM", WINDOW):
+        meters["ssim"] = partial(ssim_by_frame, channels="luma")
+    if options.ms_ssim and fits("MS-SSIM", ms_ssim.SMALLEST):
+        meters["ms_ssim"] = partial(ms_ssim.ms_ssim_by_frame, channels="luma")
+    if options.lpips and fits("LPIPS", lpips.SMALLEST):
+        meters["lpips"] = partial(lpips.lpips_by_frame, model=lpips.LPIPS(options.device))
     meters["flicker_error"] = _Steps()
     if options.flicker_index and find_spec("steadykv.evaluation.metrics.flicker") is not None:
         from steadykv.evaluation.metrics.flicker import flicker_index
@@ -257,7 +258,7 @@ def measurement_data(
     pair: VideoPair,
     *,
     command: str,
-    samples: Samples | None = None,
+    excerpt: Excerpt | None = None,
 ) -> dict[str, Any]:
     """The object that ``measure.json`` holds; docs/measure.md describes its fields."""
     count, chosen = measured.frames, pair.options
@@ -280,7 +281,7 @@ def measurement_data(
             for name in measured.metrics
         },
         "notes": measured.notes,
-        "preview": None if samples is None else samples.to_dict(),
+        "excerpt": None if excerpt is None else excerpt.to_dict(),
         "command": command,
         "environment": environment(options.device),
     }

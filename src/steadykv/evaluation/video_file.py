@@ -38,6 +38,7 @@ MATRICES = {
     9: Colorspace.BT2020,
     10: Colorspace.BT2020,
 }
+PICTURES_FPS = 25.0  # of numbered pictures, which have no times: FFmpeg's default
 HDR_TRANSFERS = {16: "PQ", 18: "HLG"}  # AVColorTransferCharacteristic
 
 FAST = Interpolation.BILINEAR
@@ -49,10 +50,11 @@ ACCURATE = Interpolation.ACCURATE_RND | Interpolation.FULL_CHR_H_INT
 class VideoFile:
     """A file that is open at its first frame. ``name`` stands for it in messages ("A: a.mp4").
 
-    Attributes: ``width`` and ``height`` in pixels as displayed (after rotation), ``fps`` (None when
-    the file has no rate), ``codec``, ``pixel_format``, ``promised`` (frames that the header
-    claims, 0 if it says nothing), ``rotation`` in degrees counter-clockwise, ``matrix`` (None when
-    the file does not say which), ``read`` (frames given out so far), ``transparent`` (a pixel was).
+    Attributes: ``width`` and ``height`` in pixels as displayed (after rotation), ``fps`` (None:
+    pictures), ``codec``, ``pixel_format``, ``rotation`` in degrees counter-clockwise, ``matrix``
+    (None when the file does not say which), ``promised`` (frames that the header claims, 0 if it
+    says nothing), ``seconds`` (the same in time, or None), ``read`` (frames given out so far),
+    ``transparent`` (a pixel was).
 
     Raises SteadyKVError when the file is missing, no regular file, empty, no video, broken before
     its first frame, or larger than MOST_PIXELS.
@@ -165,6 +167,8 @@ class VideoFile:
         self.fps = float(rate) if rate and not self._timeless else None
         self.codec = str(context.name)
         self.promised = int(stream.frames or 0)
+        self.seconds = self._promised_seconds()
+        self._last_shown = 0.0
         self.rotation = int(frame.rotation) % 360
         if self.rotation % 90:
             raise ConfigError(
@@ -182,6 +186,28 @@ class VideoFile:
         self.transfer = HDR_TRANSFERS.get(frame.color_trc)
         self.interlaced = bool(frame.interlaced_frame)
         self.aspect = stream.sample_aspect_ratio or 1
+
+    def _promised_seconds(self) -> float | None:
+        """How long the header says that the video lasts; other streams may last longer."""
+        if self._timeless:
+            return None
+        if self._stream.duration is not None:
+            return float(self._stream.duration * self._stream.time_base)
+        alone = len(self._container.streams) == 1 and self._container.duration is not None
+        return self._container.duration / av.time_base if alone else None
+
+    @property
+    def estimate(self) -> int:
+        """About how many frames there are; 0 where nothing tells."""
+        return self.promised or round((self.seconds or 0.0) * (self.fps or 0.0))
+
+    def missing(self) -> str:
+        """What the header promises beyond the frames that were read; "" if nothing."""
+        if self.promised:
+            return f"{self.promised:,} frames" if self.read < self.promised else ""
+        end = self._last_shown + 2.0 / (self.fps or 1.0)
+        early = self.seconds is not None and end < self.seconds
+        return f"{self.seconds:.4g} s" if early else ""
 
     def _upright(self, width: int, height: int) -> tuple[int, int]:
         return (height, width) if self.rotation in (90, 270) else (width, height)
@@ -205,7 +231,10 @@ class VideoFile:
             seconds = None if frame.pts is None or self._timeless else float(frame.time)
             if zero is None:
                 zero = seconds
-            yield (None if seconds is None or zero is None else seconds - zero), frame
+            if seconds is not None and zero is not None:
+                seconds -= zero
+                self._last_shown = max(self._last_shown, seconds)
+            yield seconds, frame
             frame = next(self._decoded, None)
 
     def rgb(
@@ -272,7 +301,7 @@ class VideoFile:
             "frames": self.read,
             "width": self.width,
             "height": self.height,
-            "fps": self.fps,
+            "fps": self.fps or PICTURES_FPS,
             "codec": self.codec,
             "pixel_format": self.pixel_format,
             "rotation": self.rotation,

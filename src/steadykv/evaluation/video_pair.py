@@ -25,6 +25,7 @@ MATCHES = ("exact", "index", "time")
 CHUNK_FRAMES = 8
 CHUNK_BYTES = 48 * 2**20
 """A chunk holds 8 frames of each video, or as many as fit here (4K: 2), but at least one."""
+CLOCK_SLACK = 0.0015  # seconds: Matroska and WebM round every timestamp to a millisecond
 HD_ROWS = 720  # players take untagged video of this height for BT.709
 
 
@@ -104,9 +105,9 @@ class VideoPair:
     @property
     def expected(self) -> int:
         """How many frames will be compared, as far as the headers tell; 0 if they do not."""
-        counts = [file.promised for file in (self.first, self.second) if file.promised]
+        counts = [file.estimate for file in (self.first, self.second) if file.estimate]
         if self.options.match == "time":
-            counts = [self.first.promised] if self.first.promised else []
+            counts = [self.first.estimate] if self.first.estimate else []
         ends = [*counts, *([] if self.options.end is None else [self.options.end])]
         return max(min(ends) - self.options.start, 0) if ends else 0
 
@@ -165,6 +166,8 @@ class VideoPair:
                 )
             if file.hides_alpha:
                 self.notes.append(f"{label} has transparency that its decoder does not show")
+            if file.fps is None:
+                self.notes.append(f"{label} is pictures without times: paired by number")
             if file.interlaced:
                 self.notes.append(f"{label} is interlaced: whole frames are compared")
         if a.aspect != b.aspect:
@@ -248,19 +251,19 @@ class VideoPair:
     def _by_time(self) -> Iterator[tuple[float, av.VideoFrame, av.VideoFrame]]:
         """Every frame of A with the last of B that is shown by then."""
         step_a, step_b = _step(self.first), _step(self.second)
-        slack = 0.1 * min(step_a, step_b)  # timestamps are rounded to the file's time base
+        slack = min(CLOCK_SLACK, 0.1 * min(step_a, step_b))
         shown = _timed(self.second)
         current, upcoming = next(shown), next(shown, None)
         now = 0.0
         for now, frame in _timed(self.first):
             while upcoming is not None and upcoming[0] <= now + slack:
                 current, upcoming = upcoming, next(shown, None)
-            if upcoming is None and now >= current[0] + step_b + slack:
+            if upcoming is None and now >= current[0] + step_b - slack:
                 if not self.options.shortest:
                     raise self._lengths_differ("B")
                 return
             yield now, frame, current[1]
-        goes_on = upcoming is not None and upcoming[0] >= now + step_a + slack
+        goes_on = upcoming is not None and upcoming[0] >= now + step_a - slack
         if goes_on and not self.options.shortest:
             raise self._lengths_differ("A")
 
@@ -275,7 +278,7 @@ class VideoPair:
 
     def _lengths_differ(self, ended: str) -> SteadyKVError:
         file, goes_on = (self.first, "B") if ended == "A" else (self.second, "A")
-        promise = f" (its header promises {file.promised:,})" if file.promised > file.read else ""
+        promise = f" (its header promises {missing})" if (missing := file.missing()) else ""
         return _lengths(f"{ended} ends after {file.read:,} frames{promise}, {goes_on} goes on")
 
     def _describe_reading(self) -> None:
@@ -283,11 +286,11 @@ class VideoPair:
         for label, file in (("A", self.first), ("B", self.second)):
             if file.transparent:
                 self.notes.append(f"{label} has transparent pixels: laid on black")
-            short = self.options.end is None and not self.options.shortest
-            if short and file.promised > file.read:
+            whole = self.options.end is None and not self.options.shortest
+            if whole and (missing := file.missing()):
                 self.notes.append(
                     f"{label} holds {file.read:,} frames that can be shown; its header promises "
-                    f"{file.promised:,}"
+                    f"{missing}"
                 )
 
     def close(self) -> None:
