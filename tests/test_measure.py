@@ -66,7 +66,7 @@ def test_numbers_are_those_of_the_whole_videos(files: tuple[Path, Path]) -> None
     assert summary["psnr"] == pytest.approx(float(psnr(FIRST, SECOND)), abs=1e-12)
     assert summary["psnr"] < np.ma.masked_invalid(found["psnr"]).mean() - 1  # the flash counts
     for name in set(found) - {"psnr"}:
-        assert summary[name] == pytest.approx(found[name].mean(), rel=1e-12)
+        assert summary[name] == pytest.approx(np.nanmean(found[name]), rel=1e-12)
     assert (data["by_frame"]["psnr"][5], found["ssim"][5], found["lpips"][5]) == ("inf", 1, 0)
     assert result.frames == data["frames"] == COUNT
     assert to_json(data)
@@ -143,7 +143,9 @@ def test_the_flicker_index_needs_no_reference(files: tuple[Path, Path]) -> None:
     flicker = pytest.importorskip("steadykv.evaluation.metrics.flicker")
     _, data = measured(*files)
     for letter, video in zip("ab", (FIRST, SECOND), strict=True):
-        values = np.array(data["by_frame"][f"flicker_index_{letter}"])
+        first, *between, last = data["by_frame"][f"flicker_index_{letter}"]
+        assert (first, last, len(between)) == (None, None, COUNT - 2)
+        values = np.array(between)
         whole = flicker.flicker_index(torch.from_numpy(video)).numpy()
         assert values == pytest.approx(whole, rel=1e-6)
     assert data["summary"]["flicker_index_b"] > data["summary"]["flicker_index_a"]
@@ -154,7 +156,9 @@ def test_small_frames_leave_out_what_does_not_fit(tmp_path: Path) -> None:
     other = write_video(tmp_path / "other.mkv", SECOND[:2, :10, :40])
     _, data = measured(tiny, other, MeasureOptions(lpips=True))
     assert {"ssim", "ms_ssim", "lpips"}.isdisjoint(data["summary"])
-    assert [note.split(" was")[0] for note in data["notes"]] == ["SSIM", "MS-SSIM", "LPIPS"]
+    assert [note.split(" was")[0] for note in data["notes"]][:3] == [
+        "SSIM", "MS-SSIM", "LPIPS"
+    ]  # fmt: skip
 
 
 def test_one_frame_has_no_flicker(files: tuple[Path, Path]) -> None:
@@ -173,7 +177,9 @@ def test_progress_counts_frames(files: tuple[Path, Path]) -> None:
 
 
 def test_every_metric_is_described() -> None:
-    assert {metric.first for metric in METRICS.values()} == {0, 1, 2}
+    assert {name for name, metric in METRICS.items() if metric.first == 0} == {
+        "psnr", "ssim", "ms_ssim", "lpips"
+    }  # fmt: skip
     with pytest.raises(ConfigError, match="--window: got 0"):
         MeasureOptions(window=0)
 

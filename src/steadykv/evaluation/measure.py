@@ -31,6 +31,7 @@ from steadykv.evaluation.video_file import PICTURES_FPS
 from steadykv.evaluation.video_pair import VideoPair
 
 MEASURE_VERSION = 1
+STEPS = {"flicker_error"}  # from one frame to the next: one value fewer than frames
 TAIL = 0.05
 
 ByFrame = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
@@ -39,7 +40,7 @@ Progress = Callable[[int, int, str], None]
 
 @dataclass(frozen=True)
 class Metric:
-    """``first``: frames before the first value (1: steps between frames). ``higher``: is better."""
+    """``first``: frame of the first value (1: a step from frame 0). ``higher``: is better."""
 
     title: str
     unit: str
@@ -53,8 +54,8 @@ METRICS = {
     "ms_ssim": Metric("MS-SSIM (luma)", "", higher=True),
     "lpips": Metric("LPIPS (AlexNet)", "", higher=False),
     "flicker_error": Metric("flicker error", "", higher=False, first=1),
-    "flicker_index_a": Metric("flicker index of A", "", higher=False, first=2),
-    "flicker_index_b": Metric("flicker index of B", "", higher=False, first=2),
+    "flicker_index_a": Metric("flicker index of A", "", higher=False, first=1),
+    "flicker_index_b": Metric("flicker index of B", "", higher=False, first=1),
 }
 
 
@@ -89,13 +90,13 @@ class _Steps:
             parts.append(flicker_by_step(first, second))
         if len(a) > 1:
             parts.append(flicker_by_step(a, b))
-        self.last = a[-1], b[-1]
+        self.last = a[-1].clone(), b[-1].clone()  # no view: it would keep the chunk
         return torch.cat(parts) if parts else torch.empty(0)
 
 
 @dataclass
 class _Index:
-    """The no-reference flicker index of one of the two: its values reach two frames back."""
+    """The no-reference flicker index of one of the two: it looks at three frames in a row."""
 
     side: int
     function: Callable[[torch.Tensor], torch.Tensor]
@@ -104,7 +105,7 @@ class _Index:
     def __call__(self, *videos: torch.Tensor) -> torch.Tensor:
         frames = videos[self.side]
         joined = frames if self.last is None else torch.cat((self.last, frames))
-        self.last = joined[-2:]
+        self.last = joined[-2:].clone()
         return self.function(joined) if len(joined) > 2 else torch.empty(0)
 
 
@@ -125,7 +126,7 @@ class Measured:
         return len(self.times)
 
     def values(self, metric: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """FP64 [N], or [N - 1] for steps between frames; PSNR in dB, inf for equal frames."""
+        """FP64 [N], fewer for steps and frames between two others; PSNR of equal frames is inf."""
         values = np.asarray(self.series["mse" if metric == "psnr" else metric], np.float64)
         return psnr_from_mse(torch.from_numpy(values)).numpy() if metric == "psnr" else values
 
@@ -138,6 +139,7 @@ class Measured:
         lost = METRICS[metric].first
         name = "mse" if metric == "psnr" else metric
         part = np.asarray(self.series[name], np.float64)[max(start - lost, 0) : max(end - lost, 0)]
+        part = part[~np.isnan(part)]
         if not len(part):
             return None
         mean = float(part.mean())
@@ -150,13 +152,15 @@ class Measured:
     def tail(self, metric: str) -> dict[str, Any] | None:
         """The worst frame, and the value that 5 % of the frames do not reach; None without any."""
         values, kind = self.values(metric), METRICS[metric]
-        if not len(values):
+        places = np.flatnonzero(~np.isnan(values))
+        if not len(places):
             return None
+        values = values[places]
         place = int(values.argmin() if kind.higher else values.argmax())
         share = TAIL if kind.higher else 1.0 - TAIL
         return {
             "worst": plain(float(values[place])),
-            "worst_frame": self.start + place + kind.first,
+            "worst_frame": self.start + int(places[place]) + kind.first,
             "quantile": plain(float(np.quantile(values, share, method="inverted_cdf"))),
         }
 
@@ -176,22 +180,31 @@ class Measured:
             for at in range(0, self.frames, length)
         ]
 
+    def by_frame(self, metric: str) -> list[float | str | None]:
+        """Values as JSON holds them: N, N - 1 for steps; null where a frame of N has none."""
+        values = [plain(value) for value in self.values(metric).tolist()]
+        if metric in STEPS:
+            return values
+        front = [None] * METRICS[metric].first
+        return [*front, *values, *[None] * (self.frames - len(values) - len(front))]
+
     def rows(self) -> list[dict[str, Any]]:
         """One row a frame of A; a step stands beside the frame that it ends in."""
-        columns = {name: self.values(name).tolist() for name in self.metrics}
+        columns = {name: self.by_frame(name) for name in self.metrics}
+        for name in STEPS & columns.keys():
+            columns[name] = [None, *columns[name]]
         return [
             {"frame": self.start + i, "seconds": self.times[i], "mse": self.series["mse"][i]}
-            | {
-                name: plain(values[i - METRICS[name].first]) if i >= METRICS[name].first else None
-                for name, values in columns.items()
-            }
+            | {name: values[i] for name, values in columns.items()}
             for i in range(self.frames)
         ]
 
 
 def plain(value: float | None) -> float | str | None:
-    """A number as strict JSON holds it: infinity as "inf"."""
-    return "inf" if value is not None and np.isposinf(value) else value
+    """A number as strict JSON holds it: infinity as "inf", NaN as null."""
+    if value is None or np.isnan(value):
+        return None
+    return "inf" if np.isposinf(value) else value
 
 
 def measure(
@@ -245,10 +258,13 @@ def _meters(side: int, options: MeasureOptions, notes: list[str]) -> dict[str, B
         meters["lpips"] = partial(lpips.lpips_by_frame, model=lpips.LPIPS(options.device))
     meters["flicker_error"] = _Steps()
     if options.flicker_index and find_spec("steadykv.evaluation.metrics.flicker") is not None:
-        from steadykv.evaluation.metrics.flicker import flicker_index
+        from steadykv.evaluation.metrics import flicker
 
-        for number, letter in enumerate("ab"):
-            meters[f"flicker_index_{letter}"] = _Index(number, flicker_index)
+        if fits("the flicker index", flicker.SMALLEST):
+            meters |= {
+                f"flicker_index_{letter}": _Index(number, flicker.flicker_index)
+                for number, letter in enumerate("ab")
+            }
     return meters
 
 
@@ -276,10 +292,7 @@ def measurement_data(
         "summary": {name: plain(measured.mean(name, 0, count)) for name in measured.metrics},
         "tails": {name: measured.tail(name) for name in measured.metrics},
         "windows": measured.windows(options.window) if options.window else [],
-        "by_frame": {
-            name: [plain(value) for value in measured.values(name).tolist()]
-            for name in measured.metrics
-        },
+        "by_frame": {name: measured.by_frame(name) for name in measured.metrics},
         "notes": measured.notes,
         "excerpt": None if excerpt is None else excerpt.to_dict(),
         "command": command,
