@@ -54,6 +54,10 @@ def measure(
     ms_ssim: Annotated[
         bool, typer.Option("--ms-ssim/--no-ms-ssim", help="MS-SSIM, from 161 x 161 pixels on.")
     ] = True,
+    flicker_index: Annotated[
+        bool,
+        typer.Option("--flicker-index/--no-flicker-index", help="Flicker of each video by itself."),
+    ] = True,
     device: Device = "cpu",
     out: Out = None,
     rows: Annotated[
@@ -78,7 +82,7 @@ def measure(
 
         match = "time" if by_time else "index" if by_index else "exact"
         pairing = PairOptions(start, end, match, shortest, resize)
-        options = MeasureOptions(lpips, ms_ssim, window=window, device=str(place))
+        options = MeasureOptions(lpips, ms_ssim, flicker_index, window, str(place))
         raise_on_interrupt()
         with VideoPair(a, b, pairing) as pair, claimed(folder):
             excerpt = None if find_spec(PAGE) is None else Excerpt()
