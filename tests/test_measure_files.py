@@ -351,6 +351,27 @@ def test_a_damaged_frame_ends_the_reading_there(tmp_path: Path) -> None:
     assert np.array_equal(a, b)
 
 
+def test_damage_that_a_decoder_would_conceal_is_refused(tmp_path: Path) -> None:
+    """MP4 finds packets by its index, so the decoder meets the damage and paints over it.
+
+    One bit in 16 places: a few of them make another valid picture, which nothing can tell.
+    """
+    whole = write_video(tmp_path / "whole.mp4", VIDEO, **H264, options={"crf": "5"})
+    data = whole.read_bytes()
+    assert data.index(b"moov") > 0.87 * len(data)  # the pictures come before it
+    broken = tmp_path / "broken.mp4"
+    refused = 0
+    for place in np.linspace(0.3 * len(data), 0.85 * len(data), 16).astype(int):
+        damaged = bytearray(data)
+        damaged[place] ^= 16
+        broken.write_bytes(damaged)
+        try:
+            read(whole, broken)
+        except SteadyKVError as error:
+            refused += "broken after" in str(error)
+    assert refused >= 12
+
+
 def test_a_size_that_changes_within_a_file_is_refused(tmp_path: Path) -> None:
     """Two MPEG transport streams joined end to end, as a broadcast may be."""
     joined = tmp_path / "joined.ts"
