@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -255,8 +256,6 @@ def sound(folder: Path) -> Path:
 
 
 def pipe(folder: Path) -> Path:
-    import os
-
     os.mkfifo(folder / "pipe")
     return folder / "pipe"
 
@@ -270,10 +269,6 @@ def playlist(folder: Path) -> Path:
 
 def pictures(folder: Path) -> Path:
     return folder / "none-%03d.png"
-
-
-def folder_itself(folder: Path) -> Path:
-    return folder
 
 
 def half_an_mp4(folder: Path) -> Path:
@@ -293,7 +288,7 @@ def half_an_mp4(folder: Path) -> Path:
         (pipe, "no regular file"),
         (playlist, "video"),
         (pictures, "no such pictures"),
-        (folder_itself, "is a folder; expected a video file: for pictures give a pattern"),
+        (Path, "is a folder; expected a video file: for pictures give a pattern"),
         (half_an_mp4, "its header is broken"),
     ],
     ids=lambda value: getattr(value, "__name__", None),
