@@ -14,6 +14,7 @@ from steadykv.cli.capture import capture
 from steadykv.cli.compare import compare
 from steadykv.cli.demo import demo
 from steadykv.cli.env import env
+from steadykv.cli.measure import measure
 from steadykv.cli.plan import plan
 from steadykv.cli.tensors import tensors
 
@@ -29,6 +30,7 @@ app.command()(compare)
 app.command()(capture)
 app.command()(calibrate)
 app.command()(tensors)
+app.command()(measure)
 app.command()(ablate)
 app.command()(bench)
 app.command()(env)

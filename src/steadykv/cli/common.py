@@ -293,6 +293,7 @@ def report_failure(error: BaseException, typed: Sequence[str]) -> int | None:
             "capture": "fewer --episodes, --frames, --layers or --heads",
             "bench": "fewer --heads, --tokens or --queries",
             "calibrate": "a capture of fewer --episodes, --frames, --spans or --heads",
+            "measure": "--no-lpips, or smaller videos",
             "tensors": "fewer --methods, or a file with shorter spans or fewer heads",
         }
         smaller = next((options[word] for word in typed if word in options), "fewer --frames")

@@ -1,0 +1,51 @@
+"""The table that `steadykv measure` prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.table import Table
+
+from steadykv.evaluation.measure import METRICS
+
+
+def number(value: float | str | None, metric: str) -> str:
+    """As printed: dB with two decimals, everything else with four significant digits."""
+    if value is None:
+        return "–"
+    if isinstance(value, str):
+        return "∞" if value == "inf" else value
+    return f"{value:.2f}" if metric == "psnr" else f"{value:.4f}"
+
+
+def summary_table(data: Mapping[str, Any]) -> Table:
+    """Mean, worst frame and 5 % tail of every metric in ``measure.json``."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("metric")
+    for title in ("all frames", "worst 5 %", "worst frame"):
+        table.add_column(title, justify="right")
+    table.add_column("at", justify="right")
+    for name, value in data["summary"].items():
+        metric, tail = METRICS[name], data["tails"][name]
+        sign = "≤" if metric.higher else "≥"
+        table.add_row(
+            f"{metric.title}{f', {metric.unit}' if metric.unit else ''}",
+            number(value, name),
+            "–" if tail is None else f"{sign} {number(tail['quantile'], name)}",
+            "–" if tail is None else number(tail["worst"], name),
+            "–" if tail is None else f"frame {tail['worst_frame']:,}",
+        )
+    return table
+
+
+def window_table(data: Mapping[str, Any]) -> Table:
+    """One row a window of --window frames."""
+    names = list(data["summary"])
+    table = Table("frames", box=None, pad_edge=False)
+    for name in names:
+        table.add_column(METRICS[name].title, justify="right")
+    for window in data["windows"]:
+        label = f"{window['start']:,}–{window['end'] - 1:,}"
+        table.add_row(label, *(number(window[name], name) for name in names))
+    return table
