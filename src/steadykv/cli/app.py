@@ -16,6 +16,7 @@ from steadykv.cli.demo import demo
 from steadykv.cli.env import env
 from steadykv.cli.plan import plan
 from steadykv.cli.tensors import tensors
+from steadykv.cli.vbench import vbench
 
 app = typer.Typer(
     name="steadykv",
@@ -31,6 +32,7 @@ app.command()(calibrate)
 app.command()(tensors)
 app.command()(ablate)
 app.command()(bench)
+app.command()(vbench)
 app.command()(env)
 
 

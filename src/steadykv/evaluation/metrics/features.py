@@ -116,8 +116,7 @@ def load_network(path: Path | None = None, device: torch.device | str = "cpu") -
     found = hashlib.sha256(source.read_bytes()).hexdigest()
     if not found.startswith(wanted):
         raise PayloadError(
-            f"{source}: its SHA-256 begins with {found[:8]}, expected {wanted}; "
-            f"reinstall {PACKAGE}"
+            f"{source}: its SHA-256 begins with {found[:8]}, expected {wanted}; reinstall {PACKAGE}"
         )
     state = torch.load(source, weights_only=True, map_location="cpu")  # noqa: TID251 (checked)
     network = MobileNetV2()

@@ -104,7 +104,7 @@ class RevisitConsistency:
 def revisit_consistency(
     video: Frames, visits: Sequence[Visit], distance: Distance | None = None
 ) -> dict[str, RevisitConsistency]:
-    """"within" and "beyond" the window: does a place look the same when it is seen again?
+    """ "within" and "beyond" the window: does a place look the same when it is seen again?
 
     `video` is uint8 [T, H, W, 3], at least 11 x 11 pixels; it is compared with itself, so no
     reference is needed. A kind without visits is left out. `distance` gets uint8 pairs of at most
