@@ -1,16 +1,17 @@
 """A long walk that keeps turning left and back right: does the place stay the same?
 
-    python -m benchmarks.horizon --csv rows.csv                       # walk 61, 720 frames
-    python -m benchmarks.horizon --walks 61 14 --methods floor qvg quantwm --videos raw --csv rows.csv
+    python -m benchmarks.horizon --csv rows.csv                  # walk 61, 720 frames, qvg
+    python -m benchmarks.horizon --walks 61 14 --methods floor qvg quantwm --csv rows.csv
     python -m benchmarks.horizon --videos raw --features --csv rows.csv
 
 Every walk starts with its three true frames and then turns `--sweep` frames left, as many right,
 and so on. Methods are caches; bf16, which all are compared with, always runs, and "floor" is bf16
 with another implementation of attention. Measures are those of docs/long-horizon.md: PSNR against
-bf16 and drift by windows of one there-and-back, so that every window sees the same headings; revisit
-consistency within and beyond the model's window of frames. `--videos` keeps the raw frames in a
-folder (WALK-METHOD-SWEEP-SEED.npy) and takes those that are there, if long enough: frames do not
-depend on later ones. `--features` adds the proxy's drift (extra `features`), of every fourth frame.
+bf16 and drift by windows of one there-and-back, so that every window sees the same headings;
+revisit consistency within and beyond the model's window of frames. `--videos` keeps the raw frames
+in a folder (WALK-METHOD-SWEEP-SEED.npy) and takes those that are there, if long enough: frames do
+not depend on later ones. `--features` adds the proxy's drift (extra `features`), of every fourth
+frame.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ _NAME = re.compile(r"(?:layer(\d{1,9})/span(\d{1,9})/)?(\w+)")
 class SpanTensors:
     """One cell of the file: k, v [B, H, S, D]; q [B, n·H, N, D], moment and rope or None.
 
-    query_step, query_clean [N]: pass of each query within its chunk, and whether that pass committed
-    the chunk; None in files that do not say.
+    query_step, query_clean [N]: pass of each query within its chunk, and whether it was the one
+    that committed the chunk; None in files that do not say.
     has_own_statistics: the moment is that of the span's own commit passes, which only a codec with
     `first_span="own"` may use.
     """

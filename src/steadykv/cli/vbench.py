@@ -21,7 +21,7 @@ def vbench(
     device: Device = "cuda",
     json: Json = False,
 ) -> None:
-    """Subject, background, aesthetic and imaging scores, by the vbench package that you installed."""
+    """Subject, background, aesthetic and imaging scores, by your own vbench package."""
     with progress_bar() as advance:
         from steadykv.evaluation.vbench import (
             DIMENSIONS,

@@ -83,6 +83,11 @@ def load_package() -> Any:
         missing = error.name or str(error)
         what = "is not installed" if missing == "vbench" else f"needs {missing}, which is missing"
         raise BackendUnavailable(f"the package vbench {what}; {INSTALL}") from error
+    except Exception as error:  # another numpy or a broken library: anything may come
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise BackendUnavailable(
+            f"the package vbench cannot be imported ({reason}); {INSTALL}"
+        ) from error
 
 
 def run_vbench(
