@@ -2,7 +2,7 @@
 
     python -m benchmarks.horizon --csv rows.csv                  # walk 61, 720 frames, qvg
     python -m benchmarks.horizon --walks 61 14 --methods floor qvg quantwm --csv rows.csv
-    python -m benchmarks.horizon --videos raw --features --csv rows.csv
+    python -m benchmarks.horizon --device cuda --videos raw --features --csv rows.csv
 
 Every walk starts with its three true frames and then turns `--sweep` frames left, as many right,
 and so on. Methods are caches; bf16, which all are compared with, always runs, and "floor" is bf16
@@ -27,6 +27,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from steadykv.cli.common import checked_device
+from steadykv.cli.session import network_dtype
 from steadykv.config import CachePolicy
 from steadykv.evaluation.metrics.drift import drift
 from steadykv.evaluation.metrics.horizon import revisit_consistency, windowed_psnr
@@ -156,11 +158,11 @@ def measure_walk(
         chunk_frames=shape.chunk_frames,
         sink_frames=shape.sink_frames,
     )
-    facts = environment("cpu")
+    facts = environment(next(world.parameters()).device)
     shared = {
         "walk": number, "episode": walk.names[0], "frames": given.frames, "sweep": given.sweep,
         "seed": given.seed, "window": 2 * given.sweep, "torch": facts["torch"],
-        "commit": facts["commit"],
+        "device": facts["device"], "commit": facts["commit"],
     }  # fmt: skip
     reference, rows = None, []
     for method in methods:
@@ -207,7 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = options(arguments)
     torch.set_num_threads(given.threads)
     methods = [REFERENCE, *(name for name in given.methods if name != REFERENCE)]
-    world = load_world()
+    device = checked_device(given.device)
+    world = load_world(device=device, dtype=network_dtype(device))
     rows = [row for walk in given.walks for row in measure_walk(world, walk, methods, given)]
     print(table(rows))
     if given.csv is not None:
@@ -228,6 +231,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--frames", type=int, default=720, help="generated, a multiple of 3")
     parser.add_argument("--sweep", type=int, default=24, help="frames of a turn to one side")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cpu", help="of the rollouts: cpu, cuda or cuda:N")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--features", action="store_true", help="also the proxy's drift")
     parser.add_argument("--videos", type=Path, help="folder of raw frames, kept and taken again")

@@ -18,7 +18,7 @@ from tests.worlds import TINY, tiny_episodes, tiny_world
 @pytest.fixture
 def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     """The world and the walks of the tests in place of the shipped ones."""
-    monkeypatch.setattr(horizon, "load_world", tiny_world)
+    monkeypatch.setattr(horizon, "load_world", lambda **_: tiny_world())
     monkeypatch.setattr(horizon, "load_episodes", lambda rows: tiny_episodes(4).select(rows))
 
 
