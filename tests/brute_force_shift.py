@@ -34,6 +34,28 @@ class BruteForce:
         self.reference.commit()
         self.shadow.commit()
 
+    def by_head(self, head: int) -> float:
+        """Share of moved selections of one query head, over rows, layers and denoising passes."""
+        found = [moved[:, head].flatten() for _, moved in self.denoising()]
+        return torch.cat(found).double().mean().item()
+
+    def by_step(self, step: int) -> float:
+        """The same of one pass of all chunks."""
+        found = [moved.flatten() for number, moved in self.denoising() if number == step]
+        return torch.cat(found).double().mean().item()
+
+    def denoising(self) -> list[tuple[int, torch.Tensor]]:
+        """(step, moved [row, head, query]) of every measured pass that is not the chunk's last."""
+        found = []
+        for layer in self.passes:
+            step = 0
+            for place, (start, selected) in enumerate(layer):
+                step = step + 1 if place and layer[place - 1][0] == start else 0
+                is_last = place + 1 == len(layer) or layer[place + 1][0] != start
+                if not is_last and len(selected):
+                    found.append((step, selected))
+        return found
+
     def share(self, row: int, clean: bool) -> float:
         """Share of moved selections over denoising passes, or over the last pass of each chunk."""
         moved = []

@@ -152,7 +152,9 @@ def test_an_existing_out_is_refused(
 
 def test_tensors(captured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out, table = tmp_path / "new" / "out", tmp_path / "cells.csv"
-    code = main(["tensors", str(captured), "--rows", str(table), "--out", str(out)])
+    parts = tmp_path / "parts.csv"
+    tables = ["--rows", str(table), "--parts", str(parts)]
+    code = main(["tensors", str(captured), *tables, "--out", str(out)])
     shown = capsys.readouterr()
     assert code == 0, shown.err
     assert names(out) == FIGURES | {"tensors.json", "report.html"}
@@ -167,6 +169,15 @@ def test_tensors(captured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert shown.out.rstrip().endswith(f"report: {out / 'report.html'}")
     with table.open() as file:
         cells = list(csv.DictReader(file))
+    with parts.open(newline="", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    for name in ("by_head", "by_step"):
+        assert name not in cells[0]
+        expected = [(cell["layer"], part) for cell in found["cells"] for part in cell[name]]
+        own = [line for line in lines if line[name.removeprefix("by_")]]
+        assert [(int(line["layer"]), float(line["softmax_kl"])) for line in own] == [
+            (layer, part["softmax_kl"]) for layer, part in expected
+        ]
     assert len(cells) == len(found["cells"]) == 4 * len(default_methods())
     assert [cell["method"] for cell in cells] == [cell["method"] for cell in found["cells"]]
     assert float(cells[0]["bits_by_part.keys.codes"]) == 2.0

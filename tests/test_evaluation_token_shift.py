@@ -89,6 +89,8 @@ def test_counts_equal_brute_force(window_frames: int | None, sink_frames: int) -
     for row in range(2):
         assert shift.top1[row] == pytest.approx(oracle.share(row, clean=False), abs=1e-9)
         assert shift.clean_top1[row] == pytest.approx(oracle.share(row, clean=True), abs=1e-9)
+    assert shift.top1_by_head == pytest.approx([oracle.by_head(i) for i in range(4)], abs=1e-9)
+    assert shift.top1_by_step == pytest.approx([oracle.by_step(i) for i in range(2)], abs=1e-9)
     assert 0.05 < shift.top1[0] < 0.95
     # Chunks 2-6 see packed keys (with a sink, which is a span of its own, chunk 1 as well), in 2
     # denoising passes, on 2 layers, 4 heads, 11 queries.

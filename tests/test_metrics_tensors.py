@@ -12,7 +12,12 @@ from hypothesis import strategies as st
 
 from steadykv.errors import ShapeError
 from steadykv.evaluation.metrics import token_shift
-from steadykv.evaluation.metrics.tensors import attention_errors, relative_error, sqnr_db
+from steadykv.evaluation.metrics.tensors import (
+    attention_errors,
+    attention_sums,
+    relative_error,
+    sqnr_db,
+)
 from tests.cache_cases import Allocations
 
 
@@ -175,3 +180,40 @@ def test_misshapen_tensors_are_refused(change: dict[int, torch.Tensor], match: s
         attention_errors(*tensors)
     with pytest.raises(ShapeError, match="same tokens"):
         relative_error(torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 3))
+
+
+@pytest.mark.parametrize("block_bytes", [4 * 40 * 3, 16 << 20])
+def test_heads_and_groups_are_told_apart(block_bytes: int) -> None:
+    """Each head, each group, and each of both against brute force over those queries alone."""
+    q, k, v, packed_k, packed_v = sample(2, 2, 4, 9, 40, 16)
+    groups = torch.tensor([1, 0, 1, 3, 3, 0, 1, 1, 0])
+    sums = attention_sums(q, k, v, packed_k, packed_v, groups=groups, block_bytes=block_bytes)
+    assert sums.selections == (6, 8, 0, 4)
+
+    def expected(heads: list[int], queries: torch.Tensor) -> tuple[float, ...]:
+        side = [x[:, [head // 2 for head in heads]] for x in (k, v, packed_k, packed_v)]
+        return brute_force(q[:, heads][:, :, queries], *side)
+
+    everything = torch.ones_like(groups, dtype=torch.bool)
+    for head in range(4):
+        assert astuple(sums.errors(head=head)) == pytest.approx(
+            expected([head], everything), rel=1e-4
+        )
+        for group in (0, 1, 3):
+            found = astuple(sums.errors(head=head, group=group))
+            assert found == pytest.approx(expected([head], groups == group), rel=1e-4)
+    for group in (0, 1, 3):
+        found = astuple(sums.errors(group=group))
+        assert found == pytest.approx(expected([0, 1, 2, 3], groups == group), rel=1e-4)
+    assert astuple(sums.errors()) == pytest.approx(
+        astuple(attention_errors(q, k, v, packed_k, packed_v, block_bytes=block_bytes)), rel=1e-12
+    )
+    with pytest.raises(ShapeError, match="holds no query"):
+        sums.errors(group=2)
+
+
+def test_groups_that_fit_no_queries_are_refused() -> None:
+    tensors = sample(1, 1, 1, 3, 8, 4)
+    for groups in (torch.tensor([0, 0]), torch.tensor([0, -1, 0]), torch.tensor([0.0, 1.0, 0.0])):
+        with pytest.raises(ShapeError, match="groups have shape"):
+            attention_sums(*tensors, groups=groups)

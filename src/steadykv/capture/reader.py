@@ -30,6 +30,8 @@ _NAME = re.compile(r"(?:layer(\d{1,9})/span(\d{1,9})/)?(\w+)")
 class SpanTensors:
     """One cell of the file: k, v [B, H, S, D]; q [B, n·H, N, D], moment and rope or None.
 
+    query_step, query_clean [N]: pass of each query within its chunk, and whether it was the one
+    that committed the chunk; None in files that do not say.
     has_own_statistics: the moment is that of the span's own commit passes, which only a codec with
     `first_span="own"` may use.
     """
@@ -42,6 +44,8 @@ class SpanTensors:
     moment: QueryMoment | None
     has_own_statistics: bool
     rope: Tensor | None
+    query_step: Tensor | None = None
+    query_clean: Tensor | None = None
 
 
 class CaptureFile:
@@ -130,6 +134,8 @@ class CaptureFile:
             moment=moment,
             has_own_statistics=self._statistics(span) == "own",
             rope=tensors.get("rope"),
+            query_step=tensors.get("query_step"),
+            query_clean=tensors.get("query_clean"),
         )
 
     def _statistics_of(

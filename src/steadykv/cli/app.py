@@ -17,6 +17,7 @@ from steadykv.cli.env import env
 from steadykv.cli.measure import measure
 from steadykv.cli.plan import plan
 from steadykv.cli.tensors import tensors
+from steadykv.cli.vbench import vbench
 
 app = typer.Typer(
     name="steadykv",
@@ -33,6 +34,7 @@ app.command()(tensors)
 app.command()(measure)
 app.command()(ablate)
 app.command()(bench)
+app.command()(vbench)
 app.command()(env)
 
 

@@ -41,6 +41,10 @@ def tensors(
         Path | None,
         typer.Option(help="Also write one CSV row a method, layer and span to this new file."),
     ] = None,
+    parts: Annotated[
+        Path | None,
+        typer.Option(help="Also write the attention errors by head and by step to this new CSV."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Compare methods on captured keys, values and queries, or on your own."""
@@ -48,10 +52,12 @@ def tensors(
     with progress_bar() as advance:
         folder = new_folder(out, "tensors")
         table = None if rows is None else new_file(rows, "--rows")
+        details = None if parts is None else new_file(parts, "--parts")
         place = checked_device(device)
         from steadykv.capture import open_capture
         from steadykv.cli.interrupts import raise_on_interrupt
         from steadykv.codecs import Calibration
+        from steadykv.evaluation.attention_parts import PART_LISTS, part_rows
         from steadykv.evaluation.results import write_csv
         from steadykv.evaluation.tensor_comparison import (
             compare_tensors,
@@ -75,7 +81,11 @@ def tensors(
             )
             _write(folder, result, command_text(context.obj))
             if table is not None:
-                write_csv(table, result.cells)
+                lists = set(PART_LISTS)
+                write_csv(table, [{k: v for k, v in cell.items() if k not in lists}
+                                  for cell in result.cells])  # fmt: skip
+            if details is not None:
+                write_csv(details, part_rows(result.cells))
     _show(folder, result, as_json=json)
 
 

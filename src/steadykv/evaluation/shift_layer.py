@@ -64,6 +64,8 @@ class ProbeLayer:
         """FP64 [shadow, kind of pass, measure, B, Hq]: moved best keys, lost shares of the best."""
         self.queries = {name: [0, 0] for name in self.shadows}
         """Compared queries per head, by kind of pass: host integers, known from shapes."""
+        self.by_step: dict[tuple[str, int], tuple[torch.Tensor, int]] = {}
+        """(shadow, denoising step) -> moved best keys FP64 [], compared queries of one head."""
         self.rollouts = 0
         """Rows of the batch, known from the first write on."""
         self._token_dim = token_dim
@@ -138,6 +140,9 @@ class ProbeLayer:
                 self.counts = counts.new_zeros((len(self.shadows), 2, *counts.shape))
             self.counts[place, kind] += counts
             self.queries[name][kind] += queries
+            if kind == DENOISING:
+                moved, compared = self.by_step.get((name, self._step), (counts.new_zeros(()), 0))
+                self.by_step[name, self._step] = moved + counts[0].sum(), compared + queries
         self._pending = {}
         if self._candidate is not None and kind == DENOISING and self.recorder is not None:
             self.recorder.keep(self._candidate)

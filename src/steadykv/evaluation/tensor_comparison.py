@@ -15,8 +15,14 @@ from steadykv.capture import CaptureFile, SpanTensors, rotate_pairs
 from steadykv.codecs import Calibration
 from steadykv.config import PRESETS, CacheConfig, parse_method, preset
 from steadykv.errors import ConfigError, SteadyKVError
+from steadykv.evaluation.attention_parts import (
+    QUERY_MEASURES,
+    attention_parts,
+    mean_parts,
+    query_groups,
+)
 from steadykv.evaluation.calibrated import check_for_file, describe_calibration
-from steadykv.evaluation.metrics.tensors import attention_errors, relative_error, sqnr_db
+from steadykv.evaluation.metrics.tensors import attention_sums, relative_error, sqnr_db
 from steadykv.evaluation.protocol import TOP_K
 from steadykv.evaluation.provenance import environment
 from steadykv.evaluation.tensor_packing import SIDES, PackedSide, SpanPacker
@@ -24,16 +30,6 @@ from steadykv.evaluation.tensor_packing import SIDES, PackedSide, SpanPacker
 SCHEMA_VERSION = 1
 
 TENSOR_MEASURES = ("key_error", "value_error", "key_sqnr_db", "value_sqnr_db")
-QUERY_MEASURES = (
-    "logit_rmse",
-    "top1_shift",
-    "top5_shift",
-    "softmax_kl",
-    "output_error_keys",
-    "output_error_values",
-    "output_error",
-)
-"""Need later queries; null without."""
 TIMES = ("encode_ms", "decode_ms")
 
 OnProgress = Callable[[int, int, str], None]
@@ -176,16 +172,18 @@ def _measure(
         "value_sqnr_db": sqnr_db(span.v, values.decoded),
         **dict.fromkeys(QUERY_MEASURES),
     }
-    selections = 0
+    selections, parts = 0, attention_parts(None, [])
     if span.q is not None and (span.rope is not None or not needs_rope):
         originals = span.k, keys.decoded
         if needs_rope and span.rope is not None:
             originals = rotate_pairs(span.k, span.rope), rotate_pairs(keys.decoded, span.rope)
-        errors = attention_errors(
-            span.q, originals[0], span.v, originals[1], values.decoded, top_k=TOP_K
+        steps, groups = query_groups(span)
+        sums = attention_sums(
+            span.q, originals[0], span.v, originals[1], values.decoded, groups=groups, top_k=TOP_K
         )
+        errors = sums.errors()
         numbers |= {name: getattr(errors, name) for name in QUERY_MEASURES}
-        selections = errors.selections
+        selections, parts = errors.selections, attention_parts(sums, steps)
     return {
         "method": method,
         "layer": span.layer,
@@ -199,6 +197,7 @@ def _measure(
         **{name: None if x is None or not math.isfinite(x) else x for name, x in numbers.items()},
         "encode_ms": sum(packed[side].encode_ms for side in SIDES),
         "decode_ms": sum(packed[side].decode_ms for side in SIDES),
+        **parts,
     }
 
 
@@ -242,6 +241,7 @@ def _row(config: CacheConfig, cells: Sequence[Mapping[str, Any]]) -> dict[str, A
         "n_cells_warm": sum(cell["is_warm"] for cell in own),
         "n_cells_with_statistics": sum(cell["has_statistics"] for cell in own),
         "selections": sum(cell["selections"] for cell in own),
+        **mean_parts(own),
         "configuration": {"cache": config.to_dict()},
     }
 

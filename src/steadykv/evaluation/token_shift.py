@@ -9,7 +9,7 @@ BF16 with the best one as each shadow holds it (QuantWM, arXiv 2609.26425, table
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -32,7 +32,8 @@ class MethodShift:
     top1: share of queries whose best packed key changed, one number per rollout of the batch,
         denoising passes only. top5: 1 - overlap of the five best, likewise.
     clean_top1: top1 over the clean passes that commit a chunk.
-    top1_by_layer: top1 by layer, averaged over rollouts.
+    top1_by_layer, top1_by_head, top1_by_step: top1 by layer, by query head (of all layers) and by
+        denoising step, averaged over rollouts and everything else; empty where nothing was seen.
     is_packed: whether the keys are packed at all; if not, no selection can change.
     queries: compared selections per rollout (layers x heads x queries x passes) in top1 and top5;
         with 0 (nothing was packed in the window, or keys are dense) the shift is 0.
@@ -44,6 +45,8 @@ class MethodShift:
     top1_by_layer: list[float]
     queries: int
     is_packed: bool = True
+    top1_by_head: list[float] = field(default_factory=list)
+    top1_by_step: list[float] = field(default_factory=list)
 
     @property
     def is_measured(self) -> bool:
@@ -224,10 +227,27 @@ class ShiftProbe:
         summed = counts.sum(dim=-1)  # [layer, kind, measure, batch]
         mean = summed.sum(dim=0) / total.sum(dim=0)[:, None, None].clamp(min=1)
         layers = summed[:, DENOISING, 0].mean(dim=-1) / total[:, DENOISING].clamp(min=1)
+        queries = max(1, int(by_layer[:, DENOISING].sum()))
+        by_head = counts[:, DENOISING, 0].mean(dim=1).sum(dim=0) / queries
         return MethodShift(
             top1=mean[DENOISING, 0].tolist(),
             top5=mean[DENOISING, 1].tolist(),
             clean_top1=mean[CLEAN, 0].tolist(),
             top1_by_layer=layers.tolist(),
             queries=int(total[:, DENOISING].sum()),
+            top1_by_head=by_head.tolist(),
+            top1_by_step=self._by_step(shadow, heads),
         )
+
+    def _by_step(self, shadow: str, heads: int) -> list[float]:
+        """top1 of each denoising step, 0 for one in which nothing was compared."""
+        steps = {step for layer in self._layers for name, step in layer.by_step if name == shadow}
+        shares = []
+        for step in range(max(steps, default=-1) + 1):
+            found = [layer.by_step[shadow, step] for layer in self._layers
+                     if (shadow, step) in layer.by_step]  # fmt: skip
+            moved = sum(float(counted) for counted, _ in found)
+            compared = sum(queries for _, queries in found)
+            rollouts = self._layers[0].rollouts
+            shares.append(moved / max(1, compared * heads * rollouts))
+        return shares
