@@ -15,6 +15,7 @@ from steadykv.cli.compare import compare
 from steadykv.cli.demo import demo
 from steadykv.cli.env import env
 from steadykv.cli.plan import plan
+from steadykv.cli.report import report
 from steadykv.cli.tensors import tensors
 
 app = typer.Typer(
@@ -29,6 +30,7 @@ app.command()(compare)
 app.command()(capture)
 app.command()(calibrate)
 app.command()(tensors)
+app.command()(report)
 app.command()(ablate)
 app.command()(bench)
 app.command()(env)

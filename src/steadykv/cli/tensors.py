@@ -16,7 +16,7 @@ from steadykv.cli.common import (
     new_folder,
     progress_bar,
 )
-from steadykv.cli.options import METHODS_HELP, CalibrationFile, Device, Json, Out
+from steadykv.cli.options import METHODS_HELP, CalibrationFile, Device, Json, Out, Store
 
 if TYPE_CHECKING:
     from steadykv.evaluation.tensor_comparison import TensorResult
@@ -41,6 +41,7 @@ def tensors(
         Path | None,
         typer.Option(help="Also write one CSV row a method, layer and span to this new file."),
     ] = None,
+    store: Store = None,
     json: Json = False,
 ) -> None:
     """Compare methods on captured keys, values and queries, or on your own."""
@@ -53,12 +54,14 @@ def tensors(
         from steadykv.cli.interrupts import raise_on_interrupt
         from steadykv.codecs import Calibration
         from steadykv.evaluation.results import write_csv
+        from steadykv.evaluation.store import chosen_store, record_run
         from steadykv.evaluation.tensor_comparison import (
             compare_tensors,
             configurations,
             default_methods,
         )
 
+        shared = chosen_store(store)
         opened = open_capture(file)
         fixed = None if calibration is None else Calibration.load(calibration)
         chosen = methods or default_methods(fixed is not None)
@@ -76,6 +79,15 @@ def tensors(
             _write(folder, result, command_text(context.obj))
             if table is not None:
                 write_csv(table, result.cells)
+            record_run(
+                "tensors",
+                result.rows,
+                command=command_text(context.obj),
+                folder=folder,
+                store=shared,
+                configuration={"file": result.file, "centroids": centroids},
+                environment=result.environment,
+            )
     _show(folder, result, as_json=json)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ import torch
 from steadykv.codecs import Calibration
 from steadykv.config import CacheConfig, CachePolicy, preset
 from steadykv.errors import ConfigError
-from steadykv.evaluation.calibrated import describe_calibration
 from steadykv.evaluation.collector import (
     ComparisonResult,
     ResultCollector,
@@ -26,13 +25,13 @@ from steadykv.evaluation.collector import (
 )
 from steadykv.evaluation.protocol import (
     FLOOR,
-    PSNR_CEILING_DB,
     Protocol,
     first_packed_frame,
     frame_windows,
 )
-from steadykv.evaluation.provenance import environment
+from steadykv.evaluation.provenance import environment, shared_configuration
 from steadykv.evaluation.results import SCHEMA_VERSION, as_read
+from steadykv.evaluation.resume import Progress
 from steadykv.evaluation.rollouts import (
     BatchCost,
     OnChunk,
@@ -64,6 +63,8 @@ def run_comparison(
     policy: CachePolicy | None = None,
     calibration: Calibration | None = None,
     out_dir: str | Path | None = None,
+    resume: bool = False,
+    arguments: Sequence[str] = (),
     on_progress: OnProgress | None = None,
     on_video: OnVideo | None = None,
     **options: Any,
@@ -74,12 +75,19 @@ def run_comparison(
     are the other fields of :class:`Protocol`; ``calibration`` is for methods with fixed levels, and
     only if there are some. Within a batch, the reference comes first, then the
     token shift, the methods in their order, and the floor. With ``out_dir`` (created if absent) the
-    files ``metrics.json``, ``metrics.csv``, ``rollouts.json`` and ``token_shift.json`` are
-    rewritten, each atomically, whenever a batch of a method is finished.
+    files ``metrics.json``, ``metrics.csv``, ``rollouts.json``, ``token_shift.json`` and
+    ``progress.json`` are rewritten, each atomically, whenever a batch of a method is finished;
+    ``arguments``, the command line, are kept in the last.
+
+    ``resume`` goes on with the interrupted run that ``out_dir`` holds: what it finished is read,
+    not run again, and gives no video; the reference (and the token shift) of a batch that it left
+    unfinished is computed again. All but the seconds is as if it had never been interrupted.
 
     Holds the reference videos of one batch, those of one method, and one cache at a time (during
     the token shift one cache per key codec). Global random generators are left alone.
-    Raises ConfigError (protocol, or a folder that already holds results) and CalibrationError (one
+    Raises ConfigError (protocol, a folder that already holds results, or one to resume that was
+    begun with another configuration or elsewhere), PayloadError (one to resume that is damaged)
+    and CalibrationError (one
     for other layers, heads, codecs or another frame of keys) before anything runs, and
     SteadyKVError when a result cannot be written; files written before stay.
     """
@@ -90,7 +98,9 @@ def run_comparison(
         )
     options["calibrated"] = calibration is not None
     protocol = Protocol(tuple(methods), tuple(seeds), frames, policy, **options)
-    return _Comparison(world, episodes, protocol, calibration, out_dir, on_progress, on_video).run()
+    comparison = _Comparison(world, episodes, protocol, calibration, on_progress, on_video)
+    comparison.open(out_dir, resume, arguments)
+    return comparison.run()
 
 
 @dataclass(frozen=True)
@@ -112,7 +122,6 @@ class _Comparison:
         episodes: Episodes,
         protocol: Protocol,
         calibration: Calibration | None,
-        out_dir: str | Path | None,
         on_progress: OnProgress | None,
         on_video: OnVideo | None,
     ) -> None:
@@ -140,16 +149,57 @@ class _Comparison:
         self.videos: dict[str, list[torch.Tensor]] = {}
         self.shift: dict[str, Any] | None = None
         self.chunks_done, self.chunks_planned = 0, self._planned_chunks()
+
+    def open(self, out_dir: str | Path | None, resume: bool, arguments: Sequence[str]) -> None:
+        """Make the result folder, or read what it holds."""
+        shared = as_read(
+            shared_configuration(
+                self.world,
+                self.episodes,
+                self.protocol,
+                windows=self.windows,
+                shift=self.shift_options,
+                shift_frames=self._shift_frames(),
+                calibration=self.calibration,
+            )
+        )
+        place = environment(self.device)
+        plan = self._plan(shared)
+        if resume:
+            if out_dir is None:
+                raise ConfigError("resume is True, but out_dir is None: name the folder")
+            folder: Path | None = Path(out_dir)
+            progress = Progress.read(Path(out_dir))
+            progress.check(plan, place, Path(out_dir))
+        else:
+            progress = Progress(plan, place, list(arguments))
+            folder = None if out_dir is None else result_folder(out_dir)
         self.collector = ResultCollector(
-            protocol,
+            self.protocol,
             self.windows,
             planned=len(self.plan),
             configs=self.configs,
             reference=self.reference_config,
-            shared=as_read(self._configuration()),
-            environment=environment(self.device),
-            folder=None if out_dir is None else result_folder(out_dir),
+            shared=shared,
+            environment=place,
+            folder=folder,
+            progress=progress,
         )
+        if resume and folder is not None:
+            names = [(self.episodes.names[index], seed) for index, seed in self.plan]
+            self.collector.restore(progress.records(folder, names))
+            if self.shift_options is not None:
+                self.shift = progress.shift(folder)
+
+    def _plan(self, shared: dict[str, Any]) -> dict[str, Any]:
+        """Everything that decides the numbers."""
+        return {
+            "configuration": shared,
+            "methods": list(self.configs),
+            "caches": {method: config.to_dict() for method, config in self.configs.items()},
+            "floor": self.protocol.floor,
+            "paired_against": self.protocol.paired_against,
+        }
 
     def run(self) -> ComparisonResult:
         size = self.protocol.max_batch
@@ -162,6 +212,7 @@ class _Comparison:
             shift=self.shift,
             videos={method: torch.stack(videos) for method, videos in self.videos.items()},
             protocol=self.protocol,
+            run=self.collector.progress.run,
         )
 
     def _run_batch(self, first: int, plan: Sequence[tuple[int, int]]) -> None:
@@ -171,21 +222,29 @@ class _Comparison:
             kept=max(0, min(self.protocol.keep_videos - first, len(plan))),
             label=f"rollouts {first + 1}-{first + len(plan)} of {len(self.plan)}",
         )
-        reference, reference_cost = self._roll_out(REFERENCE, self.reference_config, batch)
-        shift = self._measure_shift(batch, reference)
-        reference = reference.to(self.device)  # where metrics are computed
         configs = dict(self.configs)
         if self.protocol.floor:
             configs[FLOOR] = self.reference_config
+        finished = [name for name in configs if self.collector.progress.has(name, first)]
+        if len(finished) == len(configs):
+            self.chunks_done += self._chunks_of_a_batch()
+            return
+        reference, reference_cost = self._roll_out(REFERENCE, self.reference_config, batch)
+        shift = self._measure_shift(batch, reference)
+        reference = reference.to(self.device)  # where metrics are computed
         for method, config in configs.items():
             video, cost = reference, reference_cost
+            if method in finished:
+                if method == FLOOR or not _is_dense(config):
+                    self.chunks_done += self.protocol.frames // self.world.config.chunk_frames
+                continue
             # A dense method is the reference itself: rolled out again, it would be the same video.
             if method == FLOOR or not _is_dense(config):
                 video, cost = self._roll_out(method, config, batch)
                 video = video.to(self.device)
             own_shift = shift.methods.get(method) if shift is not None else None
             records = compare_batch(method, reference, video, batch.rows, batch.seeds, own_shift)
-            self.collector.add(method, records, cost)
+            self.collector.add(method, first, records, cost)
 
     def _checked(self, calibration: Calibration | None) -> Calibration | None:
         """On the world's device. Raises CalibrationError where it does not fit a method."""
@@ -300,32 +359,6 @@ class _Comparison:
             "trajectory_is_reference": is_reference,
         }
 
-    def _configuration(self) -> dict[str, Any]:
-        """What all rows share, JSON-able."""
-        protocol, shift = self.protocol, self.shift_options
-        found: dict[str, Any] = {}
-        if self.calibration is not None:
-            walks = [{"episode": name} for name in self.episodes.names]
-            found["calibration"] = describe_calibration(self.calibration, walks)
-        return found | {
-            "key_rope": protocol.key_rope,
-            "frames": protocol.frames,
-            "context_frames": self.world.config.chunk_frames,
-            "episodes": list(self.episodes.names),
-            "seeds": list(protocol.seeds),
-            "first_packed_frame": self.first_packed,
-            "windows": {window.label: [window.start, window.end] for window in self.windows},
-            "headline_window": self.windows[-1].label,
-            "psnr_ceiling_db": PSNR_CEILING_DB,
-            "ssim_channels": "rgb",
-            "shift": None if shift is None else asdict(shift) | {"frames": self._shift_frames()},
-            "max_batch": protocol.max_batch,
-            "confidence": protocol.confidence,
-            "resamples": protocol.resamples,
-            "world": self.world.config.to_dict(),
-            "world_dtype": str(next(self.world.parameters()).dtype).removeprefix("torch."),
-        }
-
     # --- progress ---------------------------------------------------------------------------
 
     def _shift_frames(self) -> int:
@@ -335,10 +368,12 @@ class _Comparison:
         return min(shift.frames or self.protocol.frames, self.protocol.frames)
 
     def _planned_chunks(self) -> int:
-        batches = -(-len(self.plan) // self.protocol.max_batch)
+        return -(-len(self.plan) // self.protocol.max_batch) * self._chunks_of_a_batch()
+
+    def _chunks_of_a_batch(self) -> int:
         packed = sum(not _is_dense(config) for config in self.configs.values())
         full = (1 + packed + self.protocol.floor) * self.protocol.frames
-        return batches * (full + self._shift_frames()) // self.world.config.chunk_frames
+        return (full + self._shift_frames()) // self.world.config.chunk_frames
 
     @contextmanager
     def _progress(self, label: str, frames: int) -> Iterator[OnChunk]:
