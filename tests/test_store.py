@@ -1,4 +1,4 @@
-"""The store: appended to by real processes at once, cut off, full, foreign; and by every command."""
+"""The store: appended to by real processes at once, cut off, on a full disk, foreign."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rule that every output follows before it calls a difference one, on both sides of each bound."""
+"""The rule that every output follows before it calls a difference one: both sides of bounds."""
 
 from __future__ import annotations
 
@@ -100,7 +100,9 @@ def rollouts(method: str, decibels: list[float]) -> list[RolloutRecord]:
     for episode, value in enumerate(decibels):
         mse = float(PEAK**2 / 10 ** (value / 10))
         found.append(
-            RolloutRecord(method, f"walk-{episode}", 0, (0.0, mse, mse), (1.0, 0.9, 0.9), (mse, mse))
+            RolloutRecord(
+                method, f"walk-{episode}", 0, (0.0, mse, mse), (1.0, 0.9, 0.9), (mse, mse)
+            )
         )
     return found
 
@@ -120,9 +122,7 @@ def test_differences_are_those_of_paired_difference() -> None:
         assert found[name].mean == pytest.approx(expected[name]["mean"])
         assert (found[name].low, found[name].high) == pytest.approx((low, high))
         assert found[name].episodes == 32
-    assert found["psnr_windows.6-8"].mean == pytest.approx(
-        expected["psnr_windows"]["6-8"]["mean"]
-    )
+    assert found["psnr_windows.6-8"].mean == pytest.approx(expected["psnr_windows"]["6-8"]["mean"])
 
 
 def test_a_difference_below_the_floor_is_no_win() -> None:
@@ -225,7 +225,7 @@ def test_without_verdicts_nothing_measured_is_best_but_sizes_are() -> None:
 
 
 def test_the_committed_comparison() -> None:
-    """What the README may say of the 96 rollouts: QuantWM beats QVG; Steady is not above QuantWM."""
+    """QuantWM is better than QVG; Steady is not told apart from QuantWM."""
     records = read_rollouts(ROWS)
     found = Judge(records, [FrameWindow(6, 51)])
     assert found.verdict("quantwm", "qvg", "psnr").word is Word.better
