@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from benchmarks.paired import read_rollouts
 from steadykv.evaluation.aggregate import RolloutRecord, capped_psnr, complete_grid, measures
 from steadykv.evaluation.bootstrap import student_quantile
-from steadykv.evaluation.protocol import FEW_EPISODES, FLOOR, FrameWindow, frame_windows
+from steadykv.evaluation.protocol import FEW_EPISODES, FLOOR, FLOORS, FrameWindow, frame_windows
 
 ROLLOUTS = Path(__file__).parent / "results" / "compare-h200-rollouts.json.gz"
 PAIRS = ("quantwm:qvg", "quantwm:qvg4", "quantwm:kivi", "steady:quantwm")
@@ -72,7 +72,7 @@ def power_table(
     records: Records, windows: Sequence[FrameWindow], pairs: Sequence[tuple[str, str]]
 ) -> list[list[str]]:
     """Lines of the first table, its head first."""
-    packing = [name for name in records if name not in (FLOOR, "bf16")]
+    packing = [name for name in records if name not in (*FLOORS, "bf16")]
     seeds = len({record.seed for record in records[packing[0]]})
     wanted = [f"{target:g} dB" for target in TARGETS_DB]
     lines = [["frames", "pair", "gap", "sd, 1 seed", *wanted, f"sd, {seeds} seeds", *wanted]]

@@ -143,7 +143,7 @@ def test_rollouts_that_the_progress_does_not_list_run_again(
         ({"methods": ("bf16", "kivi")}, "methods is"),
         ({"centroids": 4}, "caches.qvg.keys.centroids is 4, there 8"),
         ({"paired_against": None}, 'paired_against is null, there "kivi"'),
-        ({"floor": False}, "floor is false, there true"),
+        ({"floor": False}, 'floors is [], there ["floor"]'),
         ({"episodes": tiny_episodes(3).select([0, 2])}, "episodes is"),
         ({"max_batch": 2}, "max_batch is 2, there 1"),
     ],

@@ -7,17 +7,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 
 from benchmarks.paired import read_rollouts
+from steadykv.errors import ConfigError
 from steadykv.evaluation.aggregate import RolloutRecord, paired_difference
+from steadykv.evaluation.comparison import run_comparison
 from steadykv.evaluation.metrics.frames import PEAK
-from steadykv.evaluation.protocol import FEW_EPISODES, FrameWindow
+from steadykv.evaluation.protocol import FEW_EPISODES, FrameWindow, Protocol
 from steadykv.evaluation.verdict import Difference, Judge, Word, direction, judge
 from steadykv.report import text
 from steadykv.report.measures import is_best, measures
 from steadykv.report.tables import paired_table
 from steadykv.report.terminal import difference_table
+from steadykv.world.weights import place
+from tests.worlds import tiny_episodes, tiny_world
 
 ROWS = Path(__file__).parent.parent / "benchmarks" / "results" / "compare-h200-rollouts.json.gz"
 MANY = FEW_EPISODES
@@ -149,8 +154,9 @@ def test_every_floor_has_to_be_passed() -> None:
         "floor": rollouts("floor", [v + 9 for v in level]),
         "floor_fp32": rollouts("floor_fp32", [v - 9 for v in level]),
     }
-    assert Judge(sides, WINDOWS).verdict("a", "b", "psnr").word is Word.better
-    both = Judge(sides, WINDOWS, floors=("floor", "floor_fp32"))
+    one = Judge(sides, WINDOWS, floors=("floor",))
+    assert one.verdict("a", "b", "psnr").word is Word.better
+    both = Judge(sides, WINDOWS)
     assert both.verdict("a", "b", "psnr").word is Word.not_told_apart
     assert both.better_than("a")["psnr"] == []
 
@@ -162,6 +168,28 @@ def test_only_shared_complete_episodes_count() -> None:
     assert found.episodes == 5
     assert Judge({"a": a[:1], "b": b}, WINDOWS).differences("a", "b")["psnr"].low is None
     assert Judge({"a": a[5:], "b": b}, WINDOWS).differences("a", "b") == {}
+
+
+def test_an_fp32_floor_is_rolled_out_in_fp32_and_judges_too() -> None:
+    world = place(tiny_world(), "cpu", torch.bfloat16)
+    result = run_comparison(
+        world, tiny_episodes(6), ("bf16", "kivi", "rtn"), frames=6, shift=None, max_batch=6,
+        centroids=8, resamples=200, floor_fp32=True,
+    )  # fmt: skip
+    assert next(world.parameters()).dtype == torch.bfloat16
+    rows = {row["method"]: row for row in result.rows}
+    assert list(rows) == ["bf16", "kivi", "rtn", "floor", "floor_fp32"]
+    fp32, shared = rows["floor_fp32"], rows["floor"]["configuration"]
+    assert shared["world_dtype"] == "bfloat16"
+    assert (fp32["configuration"]["world_dtype"], fp32["configuration"]["cache_dtype"]) == (
+        "float32",
+        "float32",
+    )
+    assert fp32["resident_bytes"] > 1.99 * rows["bf16"]["resident_bytes"]
+    assert fp32["psnr"] < 100.0
+    assert text.packed_rows(result.rows) == [rows["kivi"], rows["rtn"]]
+    with pytest.raises(ConfigError, match="floor_fp32=True"):
+        Protocol(("floor_fp32",))
 
 
 # --- what is printed ------------------------------------------------------------------------

@@ -55,6 +55,14 @@ class Precision(StrEnum):
     bfloat16 = "bfloat16"
 
 
+class Floor(StrEnum):
+    """What BF16 is rolled out with once more."""
+
+    attention = "attention"
+    fp32 = "fp32"
+    both = "both"
+
+
 def compare(
     context: typer.Context,
     methods: Methods = list(METHODS),  # noqa: B006 - typer reads the default and never changes it
@@ -74,7 +82,12 @@ def compare(
         str | None, typer.Option(help="Report every other method's difference from this one.")
     ] = None,
     shift: Annotated[bool, typer.Option(help="Measure the token shift.")] = True,
-    floor: Annotated[bool, typer.Option(help="Measure the noise floor.")] = True,
+    floor: Annotated[
+        Floor, typer.Option(help="Noise floor: attention computed otherwise, all in FP32, or both.")
+    ] = Floor.attention,
+    no_floor: Annotated[
+        bool, typer.Option("--no-floor", help="Measure no noise floor; nothing is then ranked.")
+    ] = False,
     device: Device = "cpu",
     dtype: Annotated[
         Precision, typer.Option(help="What the network computes in (auto: by device).")
@@ -124,7 +137,8 @@ def compare(
         shared = chosen_store(store)
         options: dict[str, Any] = {
             "centroids": centroids,
-            "floor": floor,
+            "floor": not no_floor and floor is not Floor.fp32,
+            "floor_fp32": not no_floor and floor is not Floor.attention,
             "key_rope": key_rope.value,
             "max_batch": batch or BATCH[place.type],
             "paired_against": paired,

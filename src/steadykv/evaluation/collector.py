@@ -16,7 +16,7 @@ from steadykv.evaluation.aggregate import (
     paired_difference,
     summarise,
 )
-from steadykv.evaluation.protocol import FLOOR, FrameWindow, Protocol
+from steadykv.evaluation.protocol import FLOOR, FLOOR_FP32, FrameWindow, Protocol
 from steadykv.evaluation.results import (
     METRICS_FILE,
     ROLLOUTS_FILE,
@@ -30,6 +30,9 @@ from steadykv.evaluation.resume import Progress
 from steadykv.evaluation.rollouts import BatchCost, join_costs
 from steadykv.evaluation.verdict import Judge
 from steadykv.world.sampler import AttentionBackend
+
+FP32 = {"world_dtype": "float32", "cache_dtype": "float32"}
+"""What the FP32 floor does not share with the other rows."""
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,7 @@ class ResultCollector:
                 "attention": attention_of(method),
                 **self.shared,
                 **self._dropped(method),
+                **(FP32 if method == FLOOR_FP32 else {}),
             },
             "environment": dict(self.environment),
         }
@@ -187,8 +191,13 @@ class ResultCollector:
 
 
 def attention_of(method: str) -> AttentionBackend:
-    """The attention implementation of a method's rollouts: the floor is BF16 with another one."""
+    """The attention implementation of a method's rollouts: one floor is BF16 with another."""
     return "math" if method == FLOOR else "sdpa"
+
+
+def dtype_of(method: str) -> torch.dtype:
+    """What the cache of a method's rollouts holds before it packs."""
+    return torch.float32 if method == FLOOR_FP32 else torch.bfloat16
 
 
 def result_folder(path: str | Path) -> Path:

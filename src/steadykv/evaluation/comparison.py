@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,16 +22,18 @@ from steadykv.evaluation.collector import (
     ComparisonResult,
     ResultCollector,
     attention_of,
+    dtype_of,
     result_folder,
 )
 from steadykv.evaluation.protocol import (
-    FLOOR,
+    FLOOR_FP32,
+    FLOORS,
     Protocol,
     first_packed_frame,
     frame_windows,
 )
 from steadykv.evaluation.provenance import environment, shared_configuration
-from steadykv.evaluation.results import SCHEMA_VERSION, as_read
+from steadykv.evaluation.results import as_read
 from steadykv.evaluation.resume import Progress
 from steadykv.evaluation.rollouts import (
     BatchCost,
@@ -40,7 +43,7 @@ from steadykv.evaluation.rollouts import (
     run_batch,
     warm_up,
 )
-from steadykv.evaluation.token_shift import ShiftProbe, TokenShift
+from steadykv.evaluation.token_shift import ShiftProbe, TokenShift, describe_shift
 from steadykv.world import Episodes, WorldModel, rollout
 from steadykv.world.rope import rotation_of
 
@@ -134,6 +137,7 @@ class _Comparison:
         has_packed_keys = any(not config.keys.is_dense for config in self.configs.values())
         self.shift_options = protocol.shift if has_packed_keys else None
         self.warmed: set[str] = set()
+        self.world_fp32: WorldModel | None = None
         self.reference_config = preset(REFERENCE).replace(policy=protocol.policy)
         chunk_frames = world.config.chunk_frames
         self.first_packed = first_packed_frame(protocol.policy, chunk_frames)
@@ -197,7 +201,7 @@ class _Comparison:
             "configuration": shared,
             "methods": list(self.configs),
             "caches": {method: config.to_dict() for method, config in self.configs.items()},
-            "floor": self.protocol.floor,
+            "floors": list(self.protocol.floors),
             "paired_against": self.protocol.paired_against,
         }
 
@@ -223,8 +227,7 @@ class _Comparison:
             label=f"rollouts {first + 1}-{first + len(plan)} of {len(self.plan)}",
         )
         configs = dict(self.configs)
-        if self.protocol.floor:
-            configs[FLOOR] = self.reference_config
+        configs |= dict.fromkeys(self.protocol.floors, self.reference_config)
         finished = [name for name in configs if self.collector.progress.has(name, first)]
         if len(finished) == len(configs):
             self.chunks_done += self._chunks_of_a_batch()
@@ -235,11 +238,11 @@ class _Comparison:
         for method, config in configs.items():
             video, cost = reference, reference_cost
             if method in finished:
-                if method == FLOOR or not _is_dense(config):
+                if method in FLOORS or not _is_dense(config):
                     self.chunks_done += self.protocol.frames // self.world.config.chunk_frames
                 continue
             # A dense method is the reference itself: rolled out again, it would be the same video.
-            if method == FLOOR or not _is_dense(config):
+            if method in FLOORS or not _is_dense(config):
                 video, cost = self._roll_out(method, config, batch)
                 video = video.to(self.device)
             own_shift = shift.methods.get(method) if shift is not None else None
@@ -264,7 +267,7 @@ class _Comparison:
         self._warm_up(method, config, batch)
         with self._progress(f"{method}, {batch.label}", self.protocol.frames) as on_chunk:
             video, cost = run_batch(
-                self.world,
+                self._world_of(method),
                 batch.rows,
                 batch.seeds,
                 config,
@@ -274,6 +277,7 @@ class _Comparison:
                 attention=attention_of(method),
                 key_rope=self.protocol.key_rope,
                 calibration=self.calibration,
+                cache_dtype=dtype_of(method),
                 on_chunk=on_chunk,
             )
         for index in range(batch.kept):
@@ -295,14 +299,23 @@ class _Comparison:
         self.warmed.add(key)
         chunk = self.world.config.chunk_frames
         warm_up(
-            self.world,
+            self._world_of(method),
             batch.rows,
             config,
             frames=min(self.first_packed, self.protocol.frames) if on_cuda else chunk,
             attention=attention_of(method),
             key_rope=self.protocol.key_rope,
             calibration=self.calibration,
+            cache_dtype=dtype_of(method),
         )
+
+    def _world_of(self, method: str) -> WorldModel:
+        """The network of a method's rollouts; a copy in FP32 is made once, where it is not yet."""
+        if method != FLOOR_FP32 or next(self.world.parameters()).dtype == torch.float32:
+            return self.world
+        if self.world_fp32 is None:
+            self.world_fp32 = deepcopy(self.world).float()
+        return self.world_fp32
 
     def _measure_shift(self, batch: _Batch, reference: torch.Tensor) -> TokenShift | None:
         """The batch again in BF16, probed; the reference itself runs unprobed, for its seconds."""
@@ -337,27 +350,12 @@ class _Comparison:
         result = probe.result()
         if self.shift is None:
             is_reference = torch.equal(video, reference[:, : video.shape[1]])
-            self.shift = as_read(self._describe_shift(result, batch, is_reference))
+            described = describe_shift(
+                result, batch.rows.names, batch.seeds, frames, is_reference=is_reference
+            )
+            self.shift = as_read(described)
             self.collector.add_shift(self.shift)
         return result
-
-    def _describe_shift(
-        self, result: TokenShift, batch: _Batch, is_reference: bool
-    ) -> dict[str, Any]:
-        example = result.example
-        if example is not None:
-            place = example["row"]
-            example |= {"episode": batch.rows.names[place], "seed": batch.seeds[place]}
-        return {
-            "version": SCHEMA_VERSION,
-            **result.to_dict(),
-            "example": example,
-            "frames": self._shift_frames(),
-            "episodes": list(batch.rows.names),
-            "seeds": batch.seeds,
-            # False would mean that the probe saw another trajectory than the reference took.
-            "trajectory_is_reference": is_reference,
-        }
 
     # --- progress ---------------------------------------------------------------------------
 
@@ -372,7 +370,7 @@ class _Comparison:
 
     def _chunks_of_a_batch(self) -> int:
         packed = sum(not _is_dense(config) for config in self.configs.values())
-        full = (1 + packed + self.protocol.floor) * self.protocol.frames
+        full = (1 + packed + len(self.protocol.floors)) * self.protocol.frames
         return (full + self._shift_frames()) // self.world.config.chunk_frames
 
     @contextmanager

@@ -15,7 +15,7 @@ from typing import Any
 
 from steadykv.errors import ConfigError, PayloadError
 from steadykv.evaluation.aggregate import RolloutRecord, paired_difference
-from steadykv.evaluation.protocol import FLOOR, FrameWindow
+from steadykv.evaluation.protocol import FLOORS, FrameWindow
 from steadykv.evaluation.results import ROLLOUTS_FILE, Row, read_metrics
 from steadykv.evaluation.resume import read_records
 from steadykv.evaluation.verdict import Judge
@@ -154,7 +154,7 @@ def _add(group: Group, run: Run) -> None:
                         f"{name} is in {other} and {run.label} with the same rollouts: shown once."
                     )
                 continue
-            if name == FLOOR:
+            if name in FLOORS:
                 group.notes.append(
                     f"The noise floor of {run.label} ({row['psnr']:.2f} dB) is not that of "
                     f"{other}, which is used for all."

@@ -30,7 +30,7 @@ import numpy as np
 
 from steadykv.evaluation.aggregate import RolloutRecord, Values, complete_grid, measures
 from steadykv.evaluation.bootstrap import paired_interval
-from steadykv.evaluation.protocol import FEW_EPISODES, FLOOR, FrameWindow
+from steadykv.evaluation.protocol import FEW_EPISODES, FLOORS, FrameWindow
 
 __all__ = ["Difference", "Judge", "Verdict", "Word", "direction", "judge"]
 
@@ -135,7 +135,7 @@ class Judge:
         *,
         confidence: float = 0.95,
         resamples: int = 2000,
-        floors: Sequence[str] = (FLOOR,),
+        floors: Sequence[str] = FLOORS,
     ) -> None:
         self.options = {"confidence": confidence, "resamples": resamples}
         self.floors = [name for name in floors if name in records]

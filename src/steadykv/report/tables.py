@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from steadykv.evaluation.protocol import FLOOR
+from steadykv.evaluation.protocol import FLOORS
 from steadykv.evaluation.verdict import Word
 from steadykv.report import html, text
 from steadykv.report.measures import Measure, is_best, measures
@@ -18,7 +18,7 @@ def number_table(rows: Sequence[Row], series: Mapping[str, int]) -> str:
     columns = measures(rows)
     lines = []
     for row in rows:
-        is_floor = row["method"] == FLOOR
+        is_floor = row["method"] in FLOORS
         # The floor's cache is the original's: only its video says something.
         cells = [
             html.Cell("–") if is_floor and measure.is_size else _cell(measure, row, rows)

@@ -8,7 +8,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from steadykv.evaluation.protocol import FLOOR
+from steadykv.evaluation.protocol import FLOORS
 from steadykv.evaluation.verdict import Word
 from steadykv.report.measures import Measure, is_best, measures
 from steadykv.report.text import method_title, packed_rows
@@ -30,7 +30,7 @@ def result_table(rows: Sequence[Row], width: int) -> Table:
     for column in columns:
         table.add_column(column.short, justify="right", no_wrap=True)
     for row in rows:
-        is_floor = row["method"] == FLOOR
+        is_floor = row["method"] in FLOORS
         cells = []
         for column in columns:
             value = column.value(row)

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from steadykv.evaluation.protocol import FEW_EPISODES, FLOOR
+from steadykv.evaluation.protocol import FEW_EPISODES, FLOOR, FLOOR_FP32
 
 Row = Mapping[str, Any]
 
@@ -29,6 +29,7 @@ TITLES = {
     "kvquant_calibrated": "KVQuant calibrated",
     "steady": "Steady",
     FLOOR: "noise floor",
+    FLOOR_FP32: "FP32 floor",
 }
 
 # PSNR down to which a description holds. A rough guide for 8-bit pictures seen side by side at a
