@@ -89,8 +89,8 @@ def test_other_references_stand_apart(
     assert [row["method"] for row in found["groups"][1]["rows"]] == ["bf16", "qvg"]
     page = (out / "report.html").read_text()
     assert "Two groups of runs" in page
-    assert "Group 1: 6 walks" in page
-    assert "Group 2: 2 walks" in page
+    assert "Group 1: 6 episodes, 1 seed, 6 frames, episodes walk-0 to walk-5" in page
+    assert "Group 2: 2 episodes" in page
     assert "differ in episodes and walks_sha256" in page
 
 

@@ -64,11 +64,17 @@ def _group(
 
 def describe(shared: Mapping[str, Any], differing: Sequence[str]) -> str:
     """The values of the fields that differ, shortened, with the size of the run."""
-    parts = [f"{len(shared['episodes'])} walks, {len(shared['seeds'])} seeds, "
-             f"{shared['frames']} frames"]  # fmt: skip
+    counts = {name: len(shared[f"{name}s"]) for name in ("episode", "seed")}
+    parts = [f"{count} {name}{'s' * (count != 1)}" for name, count in counts.items()]
+    parts.append(f"{shared['frames']} frames")
     for name in differing:
         value = shared.get(name, shared["cache"]["policy"].get(name))
-        if name not in ("frames", "windows", "world"):
+        if name in ("seeds", "episodes"):
+            shown = f"{value[0]} to {value[-1]}"
+        elif name.endswith("_sha256"):
+            shown = str(value)[:8]
+        else:
             shown = str(value)
-            parts.append(f"{name} {shown if len(shown) <= 24 else f'{shown[:20]}...'}")
+        if name not in ("frames", "windows", "world"):
+            parts.append(f"{name} {shown}")
     return ", ".join(parts)
