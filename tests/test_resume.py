@@ -244,8 +244,8 @@ def test_a_real_sigint_and_a_real_resume(
     assert without_times(found["metrics"]) == without_times(read_metrics(whole))
     assert (out / "rollouts.json").read_bytes() == (whole / "rollouts.json").read_bytes()
     for name in ("bf16", "kivi", "qvg", "floor"):
-        assert (out / f"{name}.mp4").read_bytes() == (whole / f"{name}.mp4").read_bytes()
         frames = read_frames(out / f"{name}.npz")
+        assert (frames == read_frames(whole / f"{name}.npz")).all()
         assert frames.shape == (27, 32, 48, 3) == decode_mp4(out / f"{name}.mp4")[:, ::4, ::4].shape
     page = (out / "report.html").read_text()
     assert page.count("data:video/mp4;base64,") == 3

@@ -102,7 +102,8 @@ def entries(
     environment: Mapping[str, Any] | None = None,
     run: str | None = None,
 ) -> list[Entry]:
-    """One line a row. A row's own ``configuration`` and ``environment`` move out of it.
+    """One line a row. A row's own ``configuration`` and ``environment`` move out of it
+    and stand beside what all rows share.
 
     Raises ConfigError for a row without an environment where ``environment`` is None.
     """
@@ -117,7 +118,7 @@ def entries(
     for row in rows:
         rest = dict(row)
         own = {"configuration": configuration or {}, "environment": environment or {}}
-        own |= {name: rest.pop(name) for name in own if name in rest}
+        own = {name: {**shared_part, **rest.pop(name, {})} for name, shared_part in own.items()}
         if not own["environment"]:
             raise ConfigError(
                 f"a row of {kind} has no environment; expected versions, commit and device"
