@@ -4,7 +4,8 @@
 
 A minus B, paired over walks and noise seeds, with the 95 % bootstrap interval that `steadykv
 compare --paired B` would have reported: PSNR in dB over the frames that read packed data, flicker
-error (full range 1) and top-1 shift. Reads the `rollouts.json` of a result folder, or its gzip.
+error (full range 1) and top-1 shift, and whether that tells the two apart (docs/protocol.md). Reads
+the `rollouts.json` of a result folder, or its gzip.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from steadykv.evaluation.aggregate import RolloutRecord, paired_difference
-from steadykv.evaluation.protocol import FrameWindow
+from steadykv.evaluation.protocol import FLOOR, FrameWindow
+from steadykv.evaluation.verdict import Judge
 
 MEASURES = ("psnr", "flicker_error", "top1_shift")
 
@@ -55,11 +57,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     b = of_method(options.other or options.rollouts, options.b)
     window = FrameWindow(options.first_frame, len(a[0].mse_by_frame))
     result = paired_difference(a, b, [window], resamples=2000)
+    floor = read_rollouts(options.rollouts).get(FLOOR)
+    judge = Judge({"a": a, "b": b} | ({FLOOR: floor} if floor else {}), [window])
     print(f"{options.a} minus {options.b}, frames {window.label}")
     for name in MEASURES:
         if name in result:
             low, high = result[name]["interval"]
-            print(f"{name:14} {result[name]['mean']:+.4f}  ({low:+.4f} to {high:+.4f})")
+            verdict = judge.verdict("a", "b", name)
+            why = f" ({verdict.reason})" if verdict.reason else ""
+            mean = result[name]["mean"]
+            print(f"{name:14} {mean:+.4f}  ({low:+.4f} to {high:+.4f})  {verdict.word}{why}")
 
 
 if __name__ == "__main__":

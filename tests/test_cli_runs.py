@@ -38,7 +38,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-RESULTS = {"metrics.json", "metrics.csv", "rollouts.json", "token_shift.json"}
+RESULTS = {"metrics.json", "metrics.csv", "rollouts.json", "token_shift.json", "progress.json"}
 
 
 def test_demo(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +48,8 @@ def test_demo(files: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert code == 0
     shown = capsys.readouterr()
     videos = {"bf16.mp4", "kivi.mp4", "quantwm-bf16.mp4", "floor.mp4", "side_by_side.mp4"}
-    assert names(out) == RESULTS | videos | {"report.html"}
+    frames = {name.replace(".mp4", ".npz") for name in videos - {"side_by_side.mp4"}}
+    assert names(out) == RESULTS | videos | frames | {"report.html", "runs.jsonl"}
     for name in videos:
         assert len(decode_mp4(out / name)) == 3 + 9
     rows = read_metrics(out)

@@ -19,6 +19,7 @@ from safetensors.torch import save_file
 
 from steadykv.capture import open_capture
 from steadykv.cli.main import main
+from steadykv.evaluation.store import read_store
 from steadykv.evaluation.tensor_comparison import default_methods
 from steadykv.report.text import method_title
 from steadykv.world.episodes import save_episodes
@@ -157,10 +158,14 @@ def test_tensors(captured: Path, tmp_path: Path, capsys: pytest.CaptureFixture[s
     code = main(["tensors", str(captured), *tables, "--out", str(out)])
     shown = capsys.readouterr()
     assert code == 0, shown.err
-    assert names(out) == FIGURES | {"tensors.json", "report.html"}
+    assert names(out) == FIGURES | {"tensors.json", "report.html", "runs.jsonl"}
     found = json.loads((out / "tensors.json").read_text())
     assert found["version"] == 1
     assert [row["method"] for row in found["rows"]] == list(default_methods())
+    stored = read_store(out / "runs.jsonl")
+    assert [entry["row"]["method"] for entry in stored] == list(default_methods())
+    assert stored[0]["configuration"]["file"] == found["file"]
+    assert stored[0]["environment"] == found["environment"]
     for row in found["rows"]:
         assert method_title(row["method"]) in shown.out
         assert f"{row['bits_per_element']:.3f}" in shown.out
@@ -222,7 +227,14 @@ def test_a_users_own_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     out = tmp_path / "out"
     arguments = ["--methods", "kivi", "--out", str(out)]
     assert main(["tensors", str(tmp_path / "own.safetensors"), *arguments]) == 0
-    assert names(out) == {"tensors.json", "report.html", "size.png", "parts.png", "sides.png"}
+    assert names(out) == {
+        "tensors.json",
+        "report.html",
+        "runs.jsonl",
+        "size.png",
+        "parts.png",
+        "sides.png",
+    }
     assert "One method on one captured span" in (out / "report.html").read_text()
     assert "KIVI" in capsys.readouterr().out
 
@@ -235,7 +247,7 @@ def test_a_users_file_without_queries(tmp_path: Path, capsys: pytest.CaptureFixt
     shown = capsys.readouterr()
     assert "the file has no q" in shown.out
     assert "top-1" not in shown.out
-    assert names(out) == {"tensors.json", "report.html", "size.png", "parts.png"}
+    assert names(out) == {"tensors.json", "report.html", "runs.jsonl", "size.png", "parts.png"}
     page = (out / "report.html").read_text()
     assert "the file has no q" in page
     assert "output, K" not in page

@@ -70,6 +70,7 @@ def test_rows_are_complete_and_equal_the_files(
     assert sorted(os.listdir(folder)) == [
         "metrics.csv",
         "metrics.json",
+        "progress.json",
         "rollouts.json",
         "token_shift.json",
     ]

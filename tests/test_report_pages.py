@@ -209,7 +209,10 @@ def test_intervals_and_differences_are_shown(report: Report, page: str) -> None:
 
 def test_the_best_is_marked_among_those_that_pack(report: Report) -> None:
     psnr = next(column for column in measures(report.rows) if column.is_psnr)
-    marked = [row["method"] for row in report.rows if is_best(psnr, row, report.rows)]
+    assert not [row for row in report.rows if is_best(psnr, row, report.rows)], "two walks"
+    packed = [row["method"] for row in text.packed_rows(report.rows)]
+    rows = [{**row, "better_than": {".".join(psnr.path): packed}} for row in report.rows]
+    marked = [row["method"] for row in rows if is_best(psnr, row, rows)]
     values = {row["method"]: psnr.value(row) for row in text.packed_rows(report.rows)}
     assert marked == [max(values, key=lambda method: values[method] or 0.0)]
     assert "bf16" not in values

@@ -9,7 +9,6 @@ import typer
 from steadykv.cli.common import (
     checked_device,
     checked_methods,
-    command_text,
     new_file,
     new_folder,
     progress_bar,
@@ -24,6 +23,7 @@ from steadykv.cli.options import (
     Out,
     Rows,
     SeedCount,
+    Store,
     WalkCount,
     Walks,
     World,
@@ -44,6 +44,7 @@ def ablate(
     rows: Rows = None,
     world: World = None,
     walks: Walks = None,
+    store: Store = None,
     json: Json = False,
 ) -> None:
     """Answer one question of the papers: its caches side by side, differences with intervals."""
@@ -59,7 +60,9 @@ def ablate(
         place = checked_device(device)
         from steadykv.cli.session import Session, network_dtype
         from steadykv.evaluation.results import write_csv
+        from steadykv.evaluation.store import chosen_store
 
+        shared = chosen_store(store)
         options: dict[str, Any] = {
             "centroids": centroids,
             "max_batch": batch or BATCH[place.type],
@@ -68,6 +71,8 @@ def ablate(
         finished, all_rows = [], []
         for group, policy, methods in zip(chosen.groups, plans, names, strict=True):
             session = Session(
+                kind="ablate",
+                store=shared,
                 folder=folder if len(chosen.groups) == 1 else folder / group.label,
                 methods=methods,
                 episodes=episodes,
@@ -77,7 +82,7 @@ def ablate(
                 dtype=network_dtype(place),
                 policy=policy,
                 options=options | {"key_rope": group.key_rope},
-                command=command_text(context.obj),
+                arguments=context.obj,
                 as_json=json,
                 world_file=world,
                 walks_file=walks,

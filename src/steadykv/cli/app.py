@@ -16,6 +16,7 @@ from steadykv.cli.demo import demo
 from steadykv.cli.env import env
 from steadykv.cli.measure import measure
 from steadykv.cli.plan import plan
+from steadykv.cli.report import report
 from steadykv.cli.tensors import tensors
 from steadykv.cli.vbench import vbench
 
@@ -32,6 +33,7 @@ app.command()(capture)
 app.command()(calibrate)
 app.command()(tensors)
 app.command()(measure)
+app.command()(report)
 app.command()(ablate)
 app.command()(bench)
 app.command()(vbench)

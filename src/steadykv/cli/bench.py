@@ -8,13 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from steadykv.cli.common import checked_device, new_file, progress_bar
-from steadykv.cli.options import METHODS_HELP, Json
+from steadykv.cli.common import checked_device, command_text, new_file, progress_bar
+from steadykv.cli.options import METHODS_HELP, Json, Store
 
 WORKS_HELP = "What to time: encode kmeans decode attend (default: all)."
 
 
 def bench(
+    context: typer.Context,
     works: Annotated[list[str] | None, typer.Option(help=WORKS_HELP)] = None,
     methods: Annotated[
         list[str] | None, typer.Option(help=f"{METHODS_HELP} Default: qvg quantwm steady.")
@@ -31,6 +32,7 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0, help="How long each work is timed.")] = 0.3,
     rows: Annotated[Path | None, typer.Option(help="Also write the rows to this new CSV.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw them into this new PNG.")] = None,
+    store: Store = None,
     json: Json = False,
 ) -> None:
     """Time encode, decode and attend against this machine's limits, SDPA and quant-videogen."""
@@ -38,13 +40,16 @@ def bench(
         table = None if rows is None else new_file(rows, "--rows")
         picture = None if plot is None else new_file(plot, "--plot")
         place = checked_device(device)
-        from dataclasses import replace
+        from dataclasses import asdict, replace
 
         from steadykv.cli.interrupts import raise_on_interrupt
         from steadykv.evaluation.bench import METHODS, WORKS, default_size
         from steadykv.evaluation.bench import bench as run
+        from steadykv.evaluation.provenance import environment
         from steadykv.evaluation.results import write_bytes_atomically, write_csv
+        from steadykv.evaluation.store import chosen_store, record_run
 
+        shared = chosen_store(store)
         given = {"heads": heads, "tokens": tokens, "queries": queries, "head_dim": head_dim}
         size = replace(
             default_size(place), **{name: n for name, n in given.items() if n is not None}
@@ -64,6 +69,15 @@ def bench(
             from steadykv.report.bench import drawing
 
             write_bytes_atomically(picture, drawing(found).png())
+        if shared is not None:
+            record_run(
+                "bench",
+                found,
+                command=command_text(context.obj),
+                store=shared,
+                configuration={"size": asdict(size), "seconds": seconds},
+                environment=environment(place),
+            )
     _show(found, as_json=json)
 
 

@@ -159,14 +159,16 @@ def claim(folder: Path) -> None:
 
 
 @contextmanager
-def claimed(folder: Path | None) -> Iterator[None]:
+def claimed(folder: Path | None, *, exists: bool = False) -> Iterator[None]:
     """Run a command inside its new result folder (None: it needs none).
+
+    ``exists``: the folder is that of an interrupted run, which goes on.
 
     Afterwards an empty folder is removed; Ctrl-C becomes Interrupted, and the line of any failure
     says what was kept.
     """
     had_parent = folder is not None and folder.parent.exists()
-    if folder is not None:
+    if folder is not None and not exists:
         claim(folder)
     try:
         yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -10,7 +11,7 @@ import typer
 from steadykv.cli.common import (
     checked_device,
     checked_methods,
-    command_text,
+    expand_lists,
     new_file,
     new_folder,
     progress_bar,
@@ -31,11 +32,13 @@ from steadykv.cli.options import (
     Rows,
     SeedCount,
     SpanChunks,
+    Store,
     Values,
     WalkCount,
     Walks,
     World,
 )
+from steadykv.cli.resuming import again, first_command, stands_alone
 from steadykv.cli.values import walk_numbers
 
 METHODS = ("bf16", "kivi", "qvg", "qvg4", "quantwm")
@@ -50,6 +53,14 @@ class Precision(StrEnum):
     auto = "auto"
     float32 = "float32"
     bfloat16 = "bfloat16"
+
+
+class Floor(StrEnum):
+    """What BF16 is rolled out with once more."""
+
+    attention = "attention"
+    fp32 = "fp32"
+    both = "both"
 
 
 def compare(
@@ -71,7 +82,12 @@ def compare(
         str | None, typer.Option(help="Report every other method's difference from this one.")
     ] = None,
     shift: Annotated[bool, typer.Option(help="Measure the token shift.")] = True,
-    floor: Annotated[bool, typer.Option(help="Measure the noise floor.")] = True,
+    floor: Annotated[
+        Floor, typer.Option(help="Noise floor: attention computed otherwise, all in FP32, or both.")
+    ] = Floor.attention,
+    no_floor: Annotated[
+        bool, typer.Option("--no-floor", help="Measure no noise floor; nothing is then ranked.")
+    ] = False,
     device: Device = "cpu",
     dtype: Annotated[
         Precision, typer.Option(help="What the network computes in (auto: by device).")
@@ -81,9 +97,23 @@ def compare(
     rows: Rows = None,
     world: World = None,
     walks: Walks = None,
+    store: Store = None,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Go on with the interrupted run in this folder, with its own options."),
+    ] = None,
     json: Json = False,
 ) -> None:
     """Compare caches over many walks and seeds, with confidence intervals."""
+    typed = context.obj
+    if resume is not None:
+        begun = first_command(resume, typed, out)
+        if stands_alone(typed):
+            parser = context.find_root().command
+            words = expand_lists(again(begun, resume, json))
+            parser.main(words, prog_name="steadykv", standalone_mode=False, obj=begun)
+            return
+        typed = begun
     # The bar comes first: importing torch may take seconds.
     with progress_bar() as advance:
         policy = {"span_chunks": span_chunks, "sink_keep": sink_keep, "recent_keep": recent_keep}
@@ -96,16 +126,19 @@ def compare(
             values=values,
             calibrated=calibration is not None,
         )
-        folder = new_folder(out, "compare")
+        folder = resume or new_folder(out, "compare")
         table = None if rows is None else new_file(rows, "--rows")
         place = checked_device(device)
         from steadykv.cli.session import Session, network_dtype
         from steadykv.codecs import Calibration
         from steadykv.evaluation.results import write_csv
+        from steadykv.evaluation.store import chosen_store
 
+        shared = chosen_store(store)
         options: dict[str, Any] = {
             "centroids": centroids,
-            "floor": floor,
+            "floor": not no_floor and floor is not Floor.fp32,
+            "floor_fp32": not no_floor and floor is not Floor.attention,
             "key_rope": key_rope.value,
             "max_batch": batch or BATCH[place.type],
             "paired_against": paired,
@@ -113,6 +146,9 @@ def compare(
         if not shift:
             options["shift"] = None
         session = Session(
+            kind="compare",
+            store=shared,
+            resume=resume is not None,
             folder=folder,
             methods=names,
             episodes=walk_numbers(first_walk, episodes),
@@ -122,7 +158,7 @@ def compare(
             dtype=network_dtype(place, dtype.value),
             policy=policy,
             options=options,
-            command=command_text(context.obj),
+            arguments=typed,
             as_json=json,
             world_file=world,
             walks_file=walks,

@@ -9,7 +9,6 @@ import typer
 from steadykv.cli.common import (
     checked_device,
     checked_methods,
-    command_text,
     new_folder,
     progress_bar,
 )
@@ -22,6 +21,7 @@ from steadykv.cli.options import (
     Methods,
     Out,
     SpanChunks,
+    Store,
     Values,
     Walks,
     World,
@@ -56,6 +56,7 @@ def demo(
     out: Out = None,
     world: World = None,
     walks: Walks = None,
+    store: Store = None,
     json: Json = False,
 ) -> None:
     """Generate the same walk with each cache and show the difference on one page."""
@@ -66,11 +67,16 @@ def demo(
         folder = new_folder(out, "demo")
         place = checked_device(device)
         from steadykv.cli.session import Session, network_dtype
+        from steadykv.evaluation.store import chosen_store
+
+        shared = chosen_store(store)
 
         shipped = world is None and walks is None
         number = EPISODE * shipped if episode is None else episode
         noise = SEED if seed is None else seed
         session = Session(
+            kind="demo",
+            store=shared,
             folder=folder,
             methods=names,
             episodes=[number],
@@ -80,7 +86,7 @@ def demo(
             dtype=network_dtype(place),
             policy=policy,
             options={"centroids": centroids},
-            command=command_text(context.obj),
+            arguments=context.obj,
             as_json=json,
             world_file=world,
             walks_file=walks,

@@ -56,4 +56,8 @@ CalibrationFile = Annotated[
     Path | None,
     typer.Option("--calibration", help="What calibrate wrote, for methods with fixed levels."),
 ]
+Store = Annotated[
+    Path | None,
+    typer.Option(help="Also append the rows to this file of many runs (or to $STEADYKV_STORE)."),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print the results as JSON only.")]

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from steadykv.cli.common import Advance, claimed
+from steadykv.cli.common import Advance, claimed, command_text
 from steadykv.cli.interrupts import raise_on_interrupt
+from steadykv.cli.resuming import locked, read_frames, write_frames
 from steadykv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,8 +28,12 @@ REPORT_FILE, SIDE_FILE = "report.html", "side_by_side.mp4"
 
 @dataclass
 class Session:
-    """Everything one command needs; ``run`` does it, ``show`` prints what came out."""
+    """Everything one command needs; ``run`` does it, ``show`` prints what came out.
 
+    ``resume``: the folder is that of an interrupted run, which goes on.
+    """
+
+    kind: str
     folder: Path
     methods: Sequence[str]
     episodes: int | Sequence[int]
@@ -38,8 +43,10 @@ class Session:
     dtype: torch.dtype
     policy: dict[str, int]
     options: dict[str, Any]  # further fields of Protocol
-    command: str
+    arguments: Sequence[str]
     as_json: bool
+    store: Path | None = None
+    resume: bool = False
     world_file: Path | None = None  # None: the shipped ones
     walks_file: Path | None = None
     calibration: Calibration | None = None
@@ -50,10 +57,26 @@ class Session:
 
     def run(self, advance: Advance) -> ComparisonResult:
         """Run everything and write the report. Raises Interrupted, or what the library raises."""
-        with claimed(self.folder):
+        from steadykv.evaluation.store import record_run
+
+        with claimed(self.folder, exists=self.resume), locked(self.folder):
             result = self._compare(advance)
+            self._restore_videos(result)
             self._report(result, advance)
+            record_run(
+                self.kind,
+                result.rows,
+                command=self.command,
+                folder=self.folder,
+                store=self.store,
+                run=result.run,
+            )
         return result
+
+    @property
+    def command(self) -> str:
+        """As it can be typed again."""
+        return command_text(self.arguments)
 
     def _compare(self, advance: Advance) -> ComparisonResult:
         from steadykv.config import CachePolicy
@@ -78,21 +101,42 @@ class Session:
             policy=policy,
             calibration=self.calibration,
             out_dir=self.folder,
+            resume=self.resume,
+            arguments=self.arguments,
             on_progress=lambda done, total, label: advance(done, total, _step(label)),
             on_video=self._keep_video,
             **self.options,
         )
 
     def _keep_video(self, method: str, episode: str, seed: int, video: torch.Tensor) -> None:
-        """Write a method's MP4 as soon as its walk is done."""
+        """Write a method's MP4, and its raw frames, as soon as its walk is done."""
         from steadykv.evaluation.results import write_bytes_atomically
         from steadykv.report.video import encode_mp4, enlarge
 
         frames = video.numpy()
+        write_frames(self.folder / frames_file(method), frames)
         data = encode_mp4(enlarge(frames, SINGLE_SCALE), FRAMES_PER_SECOND)
         write_bytes_atomically(self.folder / video_file(method), data)
         self.videos[method], self.mp4[method] = frames, data
-        self.shown = f"The videos show episode {episode} with noise seed {seed}."
+        self.shown = _shown(episode, seed)
+
+    def _restore_videos(self, result: ComparisonResult) -> None:
+        """Those of methods that an interrupted run had finished. Raises PayloadError."""
+        from steadykv.report.video import encode_mp4, enlarge
+
+        shared = result.rows[0]["configuration"]
+        for row in result.rows:
+            method = row["method"]
+            if method not in self.videos:
+                frames = read_frames(self.folder / frames_file(method))
+                file = self.folder / video_file(method)
+                self.videos[method] = frames
+                self.mp4[method] = (
+                    file.read_bytes()
+                    if file.is_file()
+                    else encode_mp4(enlarge(frames, SINGLE_SCALE), FRAMES_PER_SECOND)
+                )
+                self.shown = _shown(shared["episodes"][0], shared["seeds"][0])
 
     def _report(self, result: ComparisonResult, advance: Advance) -> None:
         from steadykv.evaluation.results import write_bytes_atomically
@@ -134,11 +178,14 @@ class Session:
             return
         from rich.console import Console
 
-        from steadykv.report.terminal import result_table
+        from steadykv.report.terminal import difference_table, result_table
         from steadykv.report.text import hints, lead
 
         console = Console()
         console.print(result_table(result.rows, console.width))
+        differences = difference_table(result.rows)
+        if differences is not None:
+            console.print(differences)
         for sentence in lead(result.rows):
             console.print(sentence, highlight=False)
         for hint in hints(result.rows):
@@ -177,6 +224,15 @@ def _step(label: str) -> str:
     name, _, walks = label.partition(", rollouts ")
     title = method_title(name)
     return title if walks == "1-1 of 1" else f"{title}, walks {walks}"
+
+
+def _shown(episode: str, seed: int) -> str:
+    return f"The videos show episode {episode} with noise seed {seed}."
+
+
+def frames_file(method: str) -> str:
+    """File name of a method's raw frames."""
+    return f"{method.replace(':', '-')}.npz"
 
 
 def video_file(method: str) -> str:

@@ -16,7 +16,7 @@ from steadykv.cli.common import (
     new_folder,
     progress_bar,
 )
-from steadykv.cli.options import METHODS_HELP, CalibrationFile, Device, Json, Out
+from steadykv.cli.options import METHODS_HELP, CalibrationFile, Device, Json, Out, Store
 
 if TYPE_CHECKING:
     from steadykv.evaluation.tensor_comparison import TensorResult
@@ -45,6 +45,7 @@ def tensors(
         Path | None,
         typer.Option(help="Also write the attention errors by head and by step to this new CSV."),
     ] = None,
+    store: Store = None,
     json: Json = False,
 ) -> None:
     """Compare methods on captured keys, values and queries, or on your own."""
@@ -59,12 +60,14 @@ def tensors(
         from steadykv.codecs import Calibration
         from steadykv.evaluation.attention_parts import PART_LISTS, part_rows
         from steadykv.evaluation.results import write_csv
+        from steadykv.evaluation.store import chosen_store, record_run
         from steadykv.evaluation.tensor_comparison import (
             compare_tensors,
             configurations,
             default_methods,
         )
 
+        shared = chosen_store(store)
         opened = open_capture(file)
         fixed = None if calibration is None else Calibration.load(calibration)
         chosen = methods or default_methods(fixed is not None)
@@ -86,6 +89,15 @@ def tensors(
                                   for cell in result.cells])  # fmt: skip
             if details is not None:
                 write_csv(details, part_rows(result.cells))
+            record_run(
+                "tensors",
+                result.rows,
+                command=command_text(context.obj),
+                folder=folder,
+                store=shared,
+                configuration={"file": result.file, "centroids": centroids},
+                environment=result.environment,
+            )
     _show(folder, result, as_json=json)
 
 

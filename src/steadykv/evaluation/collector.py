@@ -16,7 +16,7 @@ from steadykv.evaluation.aggregate import (
     paired_difference,
     summarise,
 )
-from steadykv.evaluation.protocol import FLOOR, FrameWindow, Protocol
+from steadykv.evaluation.protocol import FLOOR, FLOOR_FP32, FrameWindow, Protocol
 from steadykv.evaluation.results import (
     METRICS_FILE,
     ROLLOUTS_FILE,
@@ -26,8 +26,13 @@ from steadykv.evaluation.results import (
     write_json,
     write_metrics,
 )
+from steadykv.evaluation.resume import Progress
 from steadykv.evaluation.rollouts import BatchCost, join_costs
+from steadykv.evaluation.verdict import Judge
 from steadykv.world.sampler import AttentionBackend
+
+FP32 = {"world_dtype": "float32", "cache_dtype": "float32"}
+"""What the FP32 floor does not share with the other rows."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,7 @@ class ComparisonResult:
     shift: dict[str, Any] | None
     videos: dict[str, torch.Tensor]
     protocol: Protocol
+    run: str = ""  # a name that no other run has
 
     def paired(self, method: str, against: str) -> dict[str, Any]:
         """Mean of method - against with intervals: see :func:`paired_difference`.
@@ -72,7 +78,7 @@ class ResultCollector:
 
     protocol: for statistics. planned: rollouts per method in a complete run. configs: cache of each
     method (``reference`` for the floor). shared: configuration fields that all rows have.
-    folder: where files go, None for nowhere.
+    folder: where files go, None for nowhere. progress: what was finished before, and goes on here.
     """
 
     def __init__(
@@ -85,20 +91,37 @@ class ResultCollector:
         shared: Mapping[str, Any],
         environment: Mapping[str, Any],
         folder: Path | None,
+        progress: Progress,
     ) -> None:
         self.protocol, self.windows, self.planned = protocol, windows, planned
         self.configs, self.reference = configs, reference
         self.shared, self.environment, self.folder = shared, environment, folder
         self.records: dict[str, list[RolloutRecord]] = {}
         self.costs: dict[str, list[BatchCost]] = {}
+        self.progress = progress
 
-    def add(self, method: str, records: Sequence[RolloutRecord], cost: BatchCost) -> None:
-        """Take a finished batch of one method and rewrite the files."""
-        self.records.setdefault(method, []).extend(records)
-        self.costs.setdefault(method, []).append(cost)
+    def restore(self, batches: Sequence[Sequence[RolloutRecord]]) -> None:
+        """Take the rollouts of the batches that the progress lists, without writing anything."""
+        for (method, _, cost), records in zip(self.progress.batches, batches, strict=True):
+            self._take(method, records, cost)
+
+    def add(
+        self, method: str, first: int, records: Sequence[RolloutRecord], cost: BatchCost
+    ) -> None:
+        """Take a finished batch, whose first rollout is number ``first``; rewrite the files.
+
+        ``progress.json`` comes last: what it lists is in the others.
+        """
+        self._take(method, records, cost)
+        self.progress.batches.append((method, first, cost))
         if self.folder is not None:
             write_json(self.folder / ROLLOUTS_FILE, [r.to_dict() for r in self.all_records()])
             write_metrics(self.folder, self.rows())
+            self.progress.write(self.folder)
+
+    def _take(self, method: str, records: Sequence[RolloutRecord], cost: BatchCost) -> None:
+        self.records.setdefault(method, []).extend(records)
+        self.costs.setdefault(method, []).append(cost)
 
     def add_shift(self, shift: Mapping[str, Any]) -> None:
         """Write ``token_shift.json``."""
@@ -111,9 +134,15 @@ class ResultCollector:
 
     def rows(self) -> list[Row]:
         """One row per method that finished a batch, in the order in which they first did."""
-        return [self._row(method, records) for method, records in self.records.items()]
+        judge = Judge(
+            self.records,
+            self.windows,
+            confidence=self.protocol.confidence,
+            resamples=self.protocol.resamples,
+        )
+        return [self._row(method, records, judge) for method, records in self.records.items()]
 
-    def _row(self, method: str, records: Sequence[RolloutRecord]) -> Row:
+    def _row(self, method: str, records: Sequence[RolloutRecord], judge: Judge) -> Row:
         config = self.configs.get(method, self.reference)
         cost = join_costs(config, self.costs[method])
         summary = summarise(
@@ -127,13 +156,15 @@ class ResultCollector:
             "method": method,
             **asdict(cost),
             **summary,
-            "paired": self._paired(method, records),
+            "paired": self._paired(method, records, judge),
+            "better_than": judge.better_than(method),
             "planned_rollouts": self.planned,
             "configuration": {
                 "cache": config.to_dict(),
                 "attention": attention_of(method),
                 **self.shared,
                 **self._dropped(method),
+                **(FP32 if method == FLOOR_FP32 else {}),
             },
             "environment": dict(self.environment),
         }
@@ -143,7 +174,9 @@ class ResultCollector:
         most = max(cost.dropped_dense_tokens for cost in self.costs[method])
         return {"dropped_dense_tokens": most} if most else {}
 
-    def _paired(self, method: str, records: Sequence[RolloutRecord]) -> dict[str, Any] | None:
+    def _paired(
+        self, method: str, records: Sequence[RolloutRecord], judge: Judge
+    ) -> dict[str, Any] | None:
         against = self.protocol.paired_against
         if against is None or against == method or against not in self.records:
             return None
@@ -154,12 +187,17 @@ class ResultCollector:
             confidence=self.protocol.confidence,
             resamples=self.protocol.resamples,
         )
-        return {"against": against, **differences}
+        return {"against": against, **judge.told(method, against, differences)}
 
 
 def attention_of(method: str) -> AttentionBackend:
-    """The attention implementation of a method's rollouts: the floor is BF16 with another one."""
+    """The attention implementation of a method's rollouts: one floor is BF16 with another."""
     return "math" if method == FLOOR else "sdpa"
+
+
+def dtype_of(method: str) -> torch.dtype:
+    """What the cache of a method's rollouts holds before it packs."""
+    return torch.float32 if method == FLOOR_FP32 else torch.bfloat16
 
 
 def result_folder(path: str | Path) -> Path:
@@ -169,7 +207,9 @@ def result_folder(path: str | Path) -> Path:
     """
     folder = Path(path)
     if (folder / METRICS_FILE).exists():
-        raise ConfigError(f"{folder} already holds {METRICS_FILE}; expected a new folder")
+        raise ConfigError(
+            f"{folder} already holds {METRICS_FILE}; expected a new folder, or resume"
+        )
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

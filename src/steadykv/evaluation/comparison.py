@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from copy import deepcopy
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +18,23 @@ import torch
 from steadykv.codecs import Calibration
 from steadykv.config import CacheConfig, CachePolicy, preset
 from steadykv.errors import ConfigError
-from steadykv.evaluation.calibrated import describe_calibration
 from steadykv.evaluation.collector import (
     ComparisonResult,
     ResultCollector,
     attention_of,
+    dtype_of,
     result_folder,
 )
 from steadykv.evaluation.protocol import (
-    FLOOR,
-    PSNR_CEILING_DB,
+    FLOOR_FP32,
+    FLOORS,
     Protocol,
     first_packed_frame,
     frame_windows,
 )
-from steadykv.evaluation.provenance import environment
-from steadykv.evaluation.results import SCHEMA_VERSION, as_read
+from steadykv.evaluation.provenance import environment, shared_configuration
+from steadykv.evaluation.results import as_read
+from steadykv.evaluation.resume import Progress
 from steadykv.evaluation.rollouts import (
     BatchCost,
     OnChunk,
@@ -41,7 +43,7 @@ from steadykv.evaluation.rollouts import (
     run_batch,
     warm_up,
 )
-from steadykv.evaluation.token_shift import ShiftProbe, TokenShift
+from steadykv.evaluation.token_shift import ShiftProbe, TokenShift, describe_shift
 from steadykv.world import Episodes, WorldModel, rollout
 from steadykv.world.rope import rotation_of
 
@@ -64,6 +66,8 @@ def run_comparison(
     policy: CachePolicy | None = None,
     calibration: Calibration | None = None,
     out_dir: str | Path | None = None,
+    resume: bool = False,
+    arguments: Sequence[str] = (),
     on_progress: OnProgress | None = None,
     on_video: OnVideo | None = None,
     **options: Any,
@@ -74,12 +78,19 @@ def run_comparison(
     are the other fields of :class:`Protocol`; ``calibration`` is for methods with fixed levels, and
     only if there are some. Within a batch, the reference comes first, then the
     token shift, the methods in their order, and the floor. With ``out_dir`` (created if absent) the
-    files ``metrics.json``, ``metrics.csv``, ``rollouts.json`` and ``token_shift.json`` are
-    rewritten, each atomically, whenever a batch of a method is finished.
+    files ``metrics.json``, ``metrics.csv``, ``rollouts.json``, ``token_shift.json`` and
+    ``progress.json`` are rewritten, each atomically, whenever a batch of a method is finished;
+    ``arguments``, the command line, are kept in the last.
+
+    ``resume`` goes on with the interrupted run that ``out_dir`` holds: what it finished is read,
+    not run again, and gives no video; the reference (and the token shift) of a batch that it left
+    unfinished is computed again. All but the seconds is as if it had never been interrupted.
 
     Holds the reference videos of one batch, those of one method, and one cache at a time (during
     the token shift one cache per key codec). Global random generators are left alone.
-    Raises ConfigError (protocol, or a folder that already holds results) and CalibrationError (one
+    Raises ConfigError (protocol, a folder that already holds results, or one to resume that was
+    begun with another configuration or elsewhere), PayloadError (one to resume that is damaged)
+    and CalibrationError (one
     for other layers, heads, codecs or another frame of keys) before anything runs, and
     SteadyKVError when a result cannot be written; files written before stay.
     """
@@ -90,7 +101,9 @@ def run_comparison(
         )
     options["calibrated"] = calibration is not None
     protocol = Protocol(tuple(methods), tuple(seeds), frames, policy, **options)
-    return _Comparison(world, episodes, protocol, calibration, out_dir, on_progress, on_video).run()
+    comparison = _Comparison(world, episodes, protocol, calibration, on_progress, on_video)
+    comparison.open(out_dir, resume, arguments)
+    return comparison.run()
 
 
 @dataclass(frozen=True)
@@ -112,7 +125,6 @@ class _Comparison:
         episodes: Episodes,
         protocol: Protocol,
         calibration: Calibration | None,
-        out_dir: str | Path | None,
         on_progress: OnProgress | None,
         on_video: OnVideo | None,
     ) -> None:
@@ -125,6 +137,7 @@ class _Comparison:
         has_packed_keys = any(not config.keys.is_dense for config in self.configs.values())
         self.shift_options = protocol.shift if has_packed_keys else None
         self.warmed: set[str] = set()
+        self.world_fp32: WorldModel | None = None
         self.reference_config = preset(REFERENCE).replace(policy=protocol.policy)
         chunk_frames = world.config.chunk_frames
         self.first_packed = first_packed_frame(protocol.policy, chunk_frames)
@@ -140,16 +153,57 @@ class _Comparison:
         self.videos: dict[str, list[torch.Tensor]] = {}
         self.shift: dict[str, Any] | None = None
         self.chunks_done, self.chunks_planned = 0, self._planned_chunks()
+
+    def open(self, out_dir: str | Path | None, resume: bool, arguments: Sequence[str]) -> None:
+        """Make the result folder, or read what it holds."""
+        shared = as_read(
+            shared_configuration(
+                self.world,
+                self.episodes,
+                self.protocol,
+                windows=self.windows,
+                shift=self.shift_options,
+                shift_frames=self._shift_frames(),
+                calibration=self.calibration,
+            )
+        )
+        place = environment(self.device)
+        plan = self._plan(shared)
+        if resume:
+            if out_dir is None:
+                raise ConfigError("resume is True, but out_dir is None: name the folder")
+            folder: Path | None = Path(out_dir)
+            progress = Progress.read(Path(out_dir))
+            progress.check(plan, place, Path(out_dir))
+        else:
+            progress = Progress(plan, place, list(arguments))
+            folder = None if out_dir is None else result_folder(out_dir)
         self.collector = ResultCollector(
-            protocol,
+            self.protocol,
             self.windows,
             planned=len(self.plan),
             configs=self.configs,
             reference=self.reference_config,
-            shared=as_read(self._configuration()),
-            environment=environment(self.device),
-            folder=None if out_dir is None else result_folder(out_dir),
+            shared=shared,
+            environment=place,
+            folder=folder,
+            progress=progress,
         )
+        if resume and folder is not None:
+            names = [(self.episodes.names[index], seed) for index, seed in self.plan]
+            self.collector.restore(progress.records(folder, names))
+            if self.shift_options is not None:
+                self.shift = progress.shift(folder)
+
+    def _plan(self, shared: dict[str, Any]) -> dict[str, Any]:
+        """Everything that decides the numbers."""
+        return {
+            "configuration": shared,
+            "methods": list(self.configs),
+            "caches": {method: config.to_dict() for method, config in self.configs.items()},
+            "floors": list(self.protocol.floors),
+            "paired_against": self.protocol.paired_against,
+        }
 
     def run(self) -> ComparisonResult:
         size = self.protocol.max_batch
@@ -162,6 +216,7 @@ class _Comparison:
             shift=self.shift,
             videos={method: torch.stack(videos) for method, videos in self.videos.items()},
             protocol=self.protocol,
+            run=self.collector.progress.run,
         )
 
     def _run_batch(self, first: int, plan: Sequence[tuple[int, int]]) -> None:
@@ -171,21 +226,28 @@ class _Comparison:
             kept=max(0, min(self.protocol.keep_videos - first, len(plan))),
             label=f"rollouts {first + 1}-{first + len(plan)} of {len(self.plan)}",
         )
+        configs = dict(self.configs)
+        configs |= dict.fromkeys(self.protocol.floors, self.reference_config)
+        finished = [name for name in configs if self.collector.progress.has(name, first)]
+        if len(finished) == len(configs):
+            self.chunks_done += self._chunks_of_a_batch()
+            return
         reference, reference_cost = self._roll_out(REFERENCE, self.reference_config, batch)
         shift = self._measure_shift(batch, reference)
         reference = reference.to(self.device)  # where metrics are computed
-        configs = dict(self.configs)
-        if self.protocol.floor:
-            configs[FLOOR] = self.reference_config
         for method, config in configs.items():
             video, cost = reference, reference_cost
+            if method in finished:
+                if method in FLOORS or not _is_dense(config):
+                    self.chunks_done += self.protocol.frames // self.world.config.chunk_frames
+                continue
             # A dense method is the reference itself: rolled out again, it would be the same video.
-            if method == FLOOR or not _is_dense(config):
+            if method in FLOORS or not _is_dense(config):
                 video, cost = self._roll_out(method, config, batch)
                 video = video.to(self.device)
             own_shift = shift.methods.get(method) if shift is not None else None
             records = compare_batch(method, reference, video, batch.rows, batch.seeds, own_shift)
-            self.collector.add(method, records, cost)
+            self.collector.add(method, first, records, cost)
 
     def _checked(self, calibration: Calibration | None) -> Calibration | None:
         """On the world's device. Raises CalibrationError where it does not fit a method."""
@@ -205,7 +267,7 @@ class _Comparison:
         self._warm_up(method, config, batch)
         with self._progress(f"{method}, {batch.label}", self.protocol.frames) as on_chunk:
             video, cost = run_batch(
-                self.world,
+                self._world_of(method),
                 batch.rows,
                 batch.seeds,
                 config,
@@ -215,6 +277,7 @@ class _Comparison:
                 attention=attention_of(method),
                 key_rope=self.protocol.key_rope,
                 calibration=self.calibration,
+                cache_dtype=dtype_of(method),
                 on_chunk=on_chunk,
             )
         for index in range(batch.kept):
@@ -236,14 +299,23 @@ class _Comparison:
         self.warmed.add(key)
         chunk = self.world.config.chunk_frames
         warm_up(
-            self.world,
+            self._world_of(method),
             batch.rows,
             config,
             frames=min(self.first_packed, self.protocol.frames) if on_cuda else chunk,
             attention=attention_of(method),
             key_rope=self.protocol.key_rope,
             calibration=self.calibration,
+            cache_dtype=dtype_of(method),
         )
+
+    def _world_of(self, method: str) -> WorldModel:
+        """The network of a method's rollouts; a copy in FP32 is made once, where it is not yet."""
+        if method != FLOOR_FP32 or next(self.world.parameters()).dtype == torch.float32:
+            return self.world
+        if self.world_fp32 is None:
+            self.world_fp32 = deepcopy(self.world).float()
+        return self.world_fp32
 
     def _measure_shift(self, batch: _Batch, reference: torch.Tensor) -> TokenShift | None:
         """The batch again in BF16, probed; the reference itself runs unprobed, for its seconds."""
@@ -278,53 +350,12 @@ class _Comparison:
         result = probe.result()
         if self.shift is None:
             is_reference = torch.equal(video, reference[:, : video.shape[1]])
-            self.shift = as_read(self._describe_shift(result, batch, is_reference))
+            described = describe_shift(
+                result, batch.rows.names, batch.seeds, frames, is_reference=is_reference
+            )
+            self.shift = as_read(described)
             self.collector.add_shift(self.shift)
         return result
-
-    def _describe_shift(
-        self, result: TokenShift, batch: _Batch, is_reference: bool
-    ) -> dict[str, Any]:
-        example = result.example
-        if example is not None:
-            place = example["row"]
-            example |= {"episode": batch.rows.names[place], "seed": batch.seeds[place]}
-        return {
-            "version": SCHEMA_VERSION,
-            **result.to_dict(),
-            "example": example,
-            "frames": self._shift_frames(),
-            "episodes": list(batch.rows.names),
-            "seeds": batch.seeds,
-            # False would mean that the probe saw another trajectory than the reference took.
-            "trajectory_is_reference": is_reference,
-        }
-
-    def _configuration(self) -> dict[str, Any]:
-        """What all rows share, JSON-able."""
-        protocol, shift = self.protocol, self.shift_options
-        found: dict[str, Any] = {}
-        if self.calibration is not None:
-            walks = [{"episode": name} for name in self.episodes.names]
-            found["calibration"] = describe_calibration(self.calibration, walks)
-        return found | {
-            "key_rope": protocol.key_rope,
-            "frames": protocol.frames,
-            "context_frames": self.world.config.chunk_frames,
-            "episodes": list(self.episodes.names),
-            "seeds": list(protocol.seeds),
-            "first_packed_frame": self.first_packed,
-            "windows": {window.label: [window.start, window.end] for window in self.windows},
-            "headline_window": self.windows[-1].label,
-            "psnr_ceiling_db": PSNR_CEILING_DB,
-            "ssim_channels": "rgb",
-            "shift": None if shift is None else asdict(shift) | {"frames": self._shift_frames()},
-            "max_batch": protocol.max_batch,
-            "confidence": protocol.confidence,
-            "resamples": protocol.resamples,
-            "world": self.world.config.to_dict(),
-            "world_dtype": str(next(self.world.parameters()).dtype).removeprefix("torch."),
-        }
 
     # --- progress ---------------------------------------------------------------------------
 
@@ -335,10 +366,12 @@ class _Comparison:
         return min(shift.frames or self.protocol.frames, self.protocol.frames)
 
     def _planned_chunks(self) -> int:
-        batches = -(-len(self.plan) // self.protocol.max_batch)
+        return -(-len(self.plan) // self.protocol.max_batch) * self._chunks_of_a_batch()
+
+    def _chunks_of_a_batch(self) -> int:
         packed = sum(not _is_dense(config) for config in self.configs.values())
-        full = (1 + packed + self.protocol.floor) * self.protocol.frames
-        return batches * (full + self._shift_frames()) // self.world.config.chunk_frames
+        full = (1 + packed + len(self.protocol.floors)) * self.protocol.frames
+        return (full + self._shift_frames()) // self.world.config.chunk_frames
 
     @contextmanager
     def _progress(self, label: str, frames: int) -> Iterator[OnChunk]:

@@ -14,6 +14,11 @@ from steadykv.evaluation.calibrated import check_need
 FLOOR = "floor"
 """Name of the noise floor: BF16 again, attention computed by another implementation."""
 
+FLOOR_FP32 = "floor_fp32"
+"""The other noise floor: network and cache in FP32, the same attention as BF16."""
+
+FLOORS = (FLOOR, FLOOR_FP32)
+
 PSNR_CEILING_DB = 100.0
 """Identical videos count as this in averages. One grey level in one value of three frames of
 128 x 96 pixels is 98.6 dB, so nothing that differs visibly is cut off."""
@@ -117,7 +122,7 @@ class ShiftOptions:
 class Protocol:
     """One comparison: methods x episodes x seeds on a model of given geometry.
 
-    methods: as :func:`steadykv.config.parse_method` reads them; ``floor`` is added by its flag.
+    methods: as :func:`steadykv.config.parse_method` reads them; floors are added by their flags.
     seeds: noise seeds; every episode is rolled out once with each, the same for all methods.
     frames: generated frames, after the context frames.
     policy: span and window of every method; a preset's own kept tokens (``kivi_recent``) are added.
@@ -135,6 +140,7 @@ class Protocol:
     policy: CachePolicy = field(default_factory=lambda: CachePolicy(span_chunks=2))
     centroids: int | None = 32
     floor: bool = True
+    floor_fp32: bool = False
     max_batch: int = 8
     shift: ShiftOptions | None = field(default_factory=ShiftOptions)
     paired_against: str | None = None
@@ -149,8 +155,9 @@ class Protocol:
             entries = getattr(self, name)
             if len(entries) == 0 or len(set(entries)) != len(entries):
                 raise ConfigError(f"{name} is {entries!r}; expected at least one, and none twice")
-        if FLOOR in self.methods:
-            raise ConfigError(f'methods name "{FLOOR}"; expected floor=True for the noise floor')
+        for name, flag in zip(FLOORS, ("floor", "floor_fp32"), strict=True):
+            if name in self.methods:
+                raise ConfigError(f'methods name "{name}"; expected {flag}=True for a noise floor')
         for name in ("frames", "max_batch"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; expected 1 or more")
@@ -165,6 +172,12 @@ class Protocol:
                 raise ConfigError(
                     f"{name} is {method!r}; expected one of the methods: {', '.join(known)}"
                 )
+
+    @property
+    def floors(self) -> tuple[str, ...]:
+        """The noise floors that are rolled out, in this order after the methods."""
+        wanted = (self.floor, self.floor_fp32)
+        return tuple(name for name, is_wanted in zip(FLOORS, wanted, strict=True) if is_wanted)
 
     def configurations(self) -> dict[str, CacheConfig]:
         """Method name -> its cache configuration under this protocol. Raises ConfigError."""

@@ -84,9 +84,12 @@ def join_costs(config: CacheConfig, batches: Sequence[BatchCost]) -> MethodCost:
 
 
 def new_cache(
-    world: WorldModel, config: CacheConfig, calibration: Calibration | None = None
+    world: WorldModel,
+    config: CacheConfig,
+    calibration: Calibration | None = None,
+    dtype: torch.dtype = torch.bfloat16,
 ) -> KVCache:
-    """An empty cache of the world's geometry on its device, dense tokens in BF16.
+    """An empty cache of the world's geometry on its device, dense tokens in ``dtype``.
 
     calibration: used where a codec asks for one.
     """
@@ -98,7 +101,7 @@ def new_cache(
         frame_tokens=shape.frame_tokens,
         config=config,
         layout="BSHD",
-        dtype=torch.bfloat16,
+        dtype=dtype,
         device=next(world.parameters()).device,
         calibration=calibration if config.needs_calibration else None,
     )
@@ -116,6 +119,7 @@ def run_batch(
     attention: AttentionBackend = "sdpa",
     key_rope: KeyRope = "post",
     calibration: Calibration | None = None,
+    cache_dtype: torch.dtype = torch.bfloat16,
     on_chunk: OnChunk | None = None,
 ) -> tuple[torch.Tensor, BatchCost]:
     """Roll out one batch with a fresh cache: its video uint8 [B, T, H, W, 3] (CPU) and its cost.
@@ -124,7 +128,7 @@ def run_batch(
     NonFiniteError, with ``method`` (default: the name of ``config``) in it, after the first chunk
     that brought NaN or Inf.
     """
-    cache = new_cache(world, config, calibration)
+    cache = new_cache(world, config, calibration, cache_dtype)
     chunk_frames = world.config.chunk_frames
     over_time = [0.0, 0]
 
@@ -139,7 +143,15 @@ def run_batch(
     checked = refuse_nonfinite(cache, method or config.name, sample)
     started = time.perf_counter()
     video = rollout(
-        world, rows, cache, frames, list(seeds), checked, attention=attention, key_rope=key_rope
+        world,
+        rows,
+        cache,
+        frames,
+        list(seeds),
+        checked,
+        attention=attention,
+        key_rope=key_rope,
+        cache_dtype=cache_dtype,
     )
     # The video arrives on the CPU, so the device has finished by now.
     seconds = time.perf_counter() - started
@@ -167,15 +179,17 @@ def warm_up(
     attention: AttentionBackend = "sdpa",
     key_rope: KeyRope = "post",
     calibration: Calibration | None = None,
+    cache_dtype: torch.dtype = torch.bfloat16,
 ) -> None:
     """A throwaway rollout of the first row: what only the first pass pays is paid before timing."""
     rollout(
         world,
         rows.select([0]),
-        new_cache(world, config, calibration),
+        new_cache(world, config, calibration, cache_dtype),
         frames,
         attention=attention,
         key_rope=key_rope,
+        cache_dtype=cache_dtype,
     )
 
 

@@ -8,7 +8,7 @@ BF16 with the best one as each shadow holds it (QuantWM, arXiv 2609.26425, table
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from steadykv.codecs import Calibration
 from steadykv.config import CacheConfig, CodecConfig, preset
 from steadykv.errors import ConfigError
 from steadykv.evaluation.protocol import ShiftOptions
+from steadykv.evaluation.results import SCHEMA_VERSION
 from steadykv.evaluation.shift_example import ExampleRecorder
 from steadykv.evaluation.shift_layer import CLEAN, DENOISING, ProbeLayer, Rotation
 
@@ -251,3 +252,28 @@ class ShiftProbe:
             rollouts = self._layers[0].rollouts
             shares.append(moved / max(1, compared * heads * rollouts))
         return shares
+
+
+def describe_shift(
+    found: TokenShift,
+    episodes: Sequence[str],
+    seeds: Sequence[int],
+    frames: int,
+    *,
+    is_reference: bool,
+) -> dict[str, Any]:
+    """What ``token_shift.json`` holds. is_reference: the probed rollout equals the reference."""
+    example = found.example
+    if example is not None:
+        place = example["row"]
+        example |= {"episode": episodes[place], "seed": seeds[place]}
+    return {
+        "version": SCHEMA_VERSION,
+        **found.to_dict(),
+        "example": example,
+        "frames": frames,
+        "episodes": list(episodes),
+        "seeds": list(seeds),
+        # False would mean that the probe saw another trajectory than the reference took.
+        "trajectory_is_reference": is_reference,
+    }

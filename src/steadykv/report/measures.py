@@ -69,6 +69,11 @@ class Measure:
         mean, *ends = (self._signed(number) for number in [found["mean"], *bounds])
         return mean, " to ".join(ends)
 
+    def verdict(self, row: Row) -> str:
+        """What `steadykv.evaluation.verdict` says of that difference; empty in an old file."""
+        found = _find(row["paired"], self.path) or {}
+        return str(found.get("verdict", ""))
+
     def show(self, value: float) -> str:
         """The number as text; PSNR at its ceiling says that the pictures are the same."""
         if self.is_psnr and value >= PSNR_CEILING_DB - 0.5 * 10**-self.digits:
@@ -80,12 +85,21 @@ class Measure:
 
 
 def is_best(measure: Measure, row: Row, rows: Sequence[Row]) -> bool:
-    """Whether no other packing method has a better number, and at least one has a worse one."""
+    """Whether no other packing method has a better number, and at least one has a worse one.
+
+    Sizes are facts. A measured quality is best only if the rows say that it is better than that of
+    every other packing method: see `steadykv.evaluation.verdict`.
+    """
     packed = packed_rows(rows)
     values = [value for value in map(measure.value, packed) if value is not None]
     if measure.better is None or row not in packed or len(set(values)) < 2:
         return False
-    return measure.value(row) == measure.better(values)
+    if measure.value(row) != measure.better(values):
+        return False
+    if measure.is_size:
+        return True
+    beaten = row.get("better_than", {}).get(".".join(measure.path), ())
+    return all(other is row or other["method"] in beaten for other in packed)
 
 
 def measures(rows: Sequence[Row]) -> list[Measure]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from steadykv.config import METHODS
 from steadykv.evaluation.metrics import psnr_by_frame
-from steadykv.evaluation.protocol import FLOOR
+from steadykv.evaluation.protocol import FLOOR, FLOORS
 from steadykv.report import html, plots, text
 from steadykv.report.tables import number_table, paired_table
 from steadykv.report.video import Frames
@@ -38,7 +38,7 @@ class Report:
 
     def __post_init__(self) -> None:
         methods = dict.fromkeys(["bf16", *(row["method"] for row in self.rows)])
-        names = [method for method in methods if method != FLOOR]
+        names = [method for method in methods if method not in FLOORS]
         object.__setattr__(self, "series", {name: index for index, name in enumerate(names)})
 
     @property
@@ -137,7 +137,7 @@ def curves(report: Report) -> list[plots.Curve]:
     context = report.configuration["context_frames"]
     result = []
     for row in report.rows:
-        if text.is_dense(row) and row["method"] != FLOOR:
+        if text.is_dense(row) and row["method"] not in FLOORS:
             continue
         low = high = None
         if row["intervals"] is not None:

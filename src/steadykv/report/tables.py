@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from steadykv.evaluation.protocol import FLOOR
+from steadykv.evaluation.protocol import FLOORS
+from steadykv.evaluation.verdict import Word
 from steadykv.report import html, text
 from steadykv.report.measures import Measure, is_best, measures
 
@@ -17,7 +18,7 @@ def number_table(rows: Sequence[Row], series: Mapping[str, int]) -> str:
     columns = measures(rows)
     lines = []
     for row in rows:
-        is_floor = row["method"] == FLOOR
+        is_floor = row["method"] in FLOORS
         # The floor's cache is the original's: only its video says something.
         cells = [
             html.Cell("–") if is_floor and measure.is_size else _cell(measure, row, rows)
@@ -35,11 +36,20 @@ def paired_table(rows: Sequence[Row], series: Mapping[str, int], against: str) -
     for row in text.packed_rows(rows):
         if row["paired"] is not None:
             found = [measure.paired(row) for measure in columns]
-            cells = [html.Cell("–") if pair is None else html.Cell(*pair) for pair in found]
+            cells = [
+                html.Cell("–") if pair is None else _paired_cell(pair, measure.verdict(row))
+                for measure, pair in zip(columns, found, strict=True)
+            ]
             title = text.method_title(row["method"])
             lines.append(html.Row(title, cells, series[row["method"]]))
     head = [html.Column(m.title, m.unit, m.meaning) for m in columns]
     return html.table(head, lines, first=f"minus {text.method_title(against)}")
+
+
+def _paired_cell(pair: tuple[str, str], verdict: str) -> html.Cell:
+    mean, interval = pair
+    detail = " · ".join(part for part in (interval, verdict) if part)
+    return html.Cell(mean, detail, is_best=verdict == Word.better)
 
 
 def _cell(measure: Measure, row: Row, rows: Sequence[Row]) -> html.Cell:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from steadykv.evaluation.protocol import FEW_EPISODES, FLOOR
+from steadykv.evaluation.protocol import FEW_EPISODES, FLOOR, FLOOR_FP32
 
 Row = Mapping[str, Any]
 
@@ -29,6 +29,7 @@ TITLES = {
     "kvquant_calibrated": "KVQuant calibrated",
     "steady": "Steady",
     FLOOR: "noise floor",
+    FLOOR_FP32: "FP32 floor",
 }
 
 # PSNR down to which a description holds. A rough guide for 8-bit pictures seen side by side at a
@@ -120,7 +121,17 @@ def second_sentence(rows: Sequence[Row]) -> str:
             f"Nothing sets the methods apart: {nearest.format('is nearest the original')}, and "
             f"{method_title(worst['method'])}, the farthest, is within {gap:.1f} dB of it."
         )
+    tied = _not_told_apart(best, ranked[1:])
+    if worst in tied:
+        return (
+            "These walks do not tell the methods apart: "
+            f"{nearest.format('has the highest mean')}, and {method_title(worst['method'])} the "
+            f"lowest ({closeness(worst, floor)}), but their difference may be chance or noise."
+        )
     sentence = nearest.format("stays closest to the original")
+    if tied:
+        names = listed([method_title(row["method"]) for row in tied])
+        sentence = f"{nearest.format('is nearest the original')}, not told apart from {names}"
     same_words = describe(best["psnr"]) == describe(worst["psnr"])
     far = f"{worst['psnr']:.1f} dB, likewise" if same_words else closeness(worst, floor)
     sentence += f"; {method_title(worst['method'])} strays farthest from it ({far})"
@@ -130,6 +141,17 @@ def second_sentence(rows: Sequence[Row]) -> str:
     elif ratio <= 1 / 1.1:
         sentence += f", although it shows less false flicker ({ratio:.2f} times as much)"
     return sentence + "."
+
+
+def _not_told_apart(best: Row, others: Sequence[Row]) -> list[Row]:
+    """Those that ``best`` is not better than by the rule of `steadykv.evaluation.verdict`.
+
+    None on a single walk: there the sentence describes what is seen and claims nothing beyond.
+    """
+    if max(row["n_rollouts"] for row in (best, *others)) == 1:
+        return []
+    beaten = best.get("better_than", {}).get("psnr", ())
+    return [row for row in others if row["method"] not in beaten]
 
 
 def closeness(row: Row, floor: Row | None) -> str:
@@ -261,8 +283,9 @@ def about_pairs(against: str) -> str:
     """How to read the table of paired differences."""
     return (
         f"Each walk of a method minus the same walk of {method_title(against)}, then averaged: "
-        "walks differ much from each other, methods on one walk less. An interval that does not "
-        "contain 0 shows a difference that is not chance."
+        "walks differ much from each other, methods on one walk less. A method is called better or "
+        f"worse only where at least {number_word(FEW_EPISODES)} episodes give an interval without "
+        "0 and the worse of the two is beyond the noise floor; all else is not told apart."
     )
 
 

@@ -1,0 +1,129 @@
+"""`steadykv report RUN...`: several result folders as one page and one table."""
+
+from __future__ import annotations
+
+import json as json_module
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from steadykv.cli.common import claimed, command_text, new_folder, progress_bar
+from steadykv.cli.options import Json, Out
+
+if TYPE_CHECKING:
+    from steadykv.evaluation.merge import Group
+    from steadykv.report.pages import Report
+
+REPORT_FILE, MERGED_FILE, TABLE_FILE = "report.html", "merged.json", "merged.csv"
+
+
+def report(
+    context: typer.Context,
+    runs: Annotated[list[Path], typer.Argument(help="Result folders of compare or demo.")],
+    out: Out = None,
+    paired: Annotated[
+        str | None, typer.Option(help="Show every other method's difference from this one.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Merge several result folders; runs with other references are shown apart."""
+    with progress_bar() as advance:
+        folder = new_folder(out, "report")
+        from steadykv.cli.interrupts import raise_on_interrupt
+        from steadykv.evaluation.merge import differing_fields, merge, read_runs
+        from steadykv.evaluation.results import write_bytes_atomically, write_csv, write_json
+        from steadykv.report.merged import merged_page
+
+        advance(0, 2, "reading the runs")
+        groups = merge(read_runs(runs), paired)
+        raise_on_interrupt()
+        with claimed(folder):
+            differing = differing_fields(groups)
+            merged = {"version": 1, "differing": differing, "groups": _as_json(groups)}
+            write_json(folder / MERGED_FILE, merged)
+            write_csv(
+                folder / TABLE_FILE,
+                [{"group": n, **row} for n, g in enumerate(groups, start=1) for row in g.rows],
+            )
+            advance(1, 2, "writing the page")
+            reports = [_report(group, command_text(context.obj)) for group in groups]
+            page = merged_page(reports, [group.notes for group in groups], differing)
+            write_bytes_atomically(folder / REPORT_FILE, page.encode())
+    if json:
+        outcome = {"folder": str(folder), "report": str(folder / REPORT_FILE), **merged}
+        print(json_module.dumps(outcome, allow_nan=False))
+        return
+    _show(folder, groups, differing)
+
+
+def _as_json(groups: Sequence[Group]) -> list[dict[str, object]]:
+    return [
+        {
+            "runs": {run.label: str(run.folder) for run in group.runs},
+            "protocol": group.protocol,
+            "notes": group.notes,
+            "rows": group.rows,
+        }
+        for group in groups
+    ]
+
+
+def _report(group: Group, command: str) -> Report:
+    """The page's input: rows, notes, and the videos that the runs kept."""
+    from steadykv.cli.resuming import read_frames
+    from steadykv.cli.session import FRAMES_PER_SECOND, frames_file, video_file
+    from steadykv.evaluation.results import SHIFT_FILE
+    from steadykv.evaluation.resume import read_json
+    from steadykv.report.pages import Report
+
+    videos, mp4 = {}, {}
+    for method, (run, name) in group.origin.items():
+        frames, video = run.folder / frames_file(name), run.folder / video_file(name)
+        if frames.is_file() and video.is_file():
+            videos[method], mp4[method] = read_frames(frames), video.read_bytes()
+    if "bf16" not in videos:  # nothing to compare the others with
+        videos, mp4 = {}, {}
+    shift = None
+    for run in group.runs:
+        path = run.folder / SHIFT_FILE
+        if shift is None and path.is_file():
+            shift = read_json(path)
+    return Report(
+        rows=group.rows,
+        videos=videos,
+        mp4=mp4,
+        shift=shift,
+        fps=FRAMES_PER_SECOND,
+        command=command,
+        shown=" ".join([_shown(group) if videos else "", *group.notes]).strip(),
+    )
+
+
+def _shown(group: Group) -> str:
+    episode, seed = group.protocol["episodes"][0], group.protocol["seeds"][0]
+    return f"The videos show episode {episode} with noise seed {seed}."
+
+
+def _show(folder: Path, groups: Sequence[Group], differing: Sequence[str]) -> None:
+    from rich.console import Console
+
+    from steadykv.report.merged import describe
+    from steadykv.report.terminal import difference_table, result_table
+    from steadykv.report.text import hints
+
+    console = Console()
+    for number, group in enumerate(groups, start=1):
+        if len(groups) > 1:
+            shared = group.rows[0]["configuration"]
+            console.print(f"Group {number}: {describe(shared, differing)}", highlight=False)
+        console.print(result_table(group.rows, console.width))
+        differences = difference_table(group.rows)
+        if differences is not None:
+            console.print(differences)
+        for note in [*group.notes, *hints(group.rows)]:
+            console.print(note, style="yellow", highlight=False)
+    console.print()
+    path = (folder / REPORT_FILE).resolve()
+    console.print(f"report: {path}", highlight=False, soft_wrap=True)

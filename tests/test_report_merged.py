@@ -1,0 +1,166 @@
+"""`steadykv report`: one table for runs with the same reference, others apart."""
+
+from __future__ import annotations
+
+import csv
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steadykv.cli.main import main
+from steadykv.evaluation.merge import differing_fields, merge, read_runs
+from steadykv.evaluation.results import read_metrics
+from steadykv.report.text import method_title
+from steadykv.world.episodes import save_episodes
+from steadykv.world.weights import save_world
+from tests.worlds import TINY, tiny_episodes, tiny_world
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Real folders: "a" and "b" share their reference, "c" has fewer walks."""
+    folder = tmp_path_factory.mktemp("runs")
+    save_world(folder / "world.safetensors", TINY, tiny_world().state_dict(), {})
+    save_episodes(folder / "walks.zip", tiny_episodes(6))
+    shared = ["compare", "--world", str(folder / "world.safetensors"), "--walks",
+              str(folder / "walks.zip"), "--frames", "6", "--batch", "6", "--centroids", "8",
+              "--no-shift"]  # fmt: skip
+    for name, more in {
+        "a": ["--episodes", "6", "--methods", "kivi"],
+        "b": ["--episodes", "6", "--methods", "kivi", "qvg"],
+        "c": ["--episodes", "2", "--methods", "qvg", "--no-floor"],
+    }.items():
+        assert main([*shared, *more, "--out", str(folder / name)]) == 0
+    return {name: folder / name for name in "abc"}
+
+
+def edited(folder: Path, name: str, change: Callable[[Any], None]) -> None:
+    data = json.loads((folder / name).read_text())
+    change(data)
+    (folder / name).write_text(json.dumps(data))
+
+
+def test_one_reference_is_one_page_and_one_table(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "merged"
+    code = main(["report", str(runs["a"]), str(runs["b"]), "--paired", "kivi", "--out", str(out)])
+    shown = capsys.readouterr()
+    assert code == 0, shown.err
+    assert {path.name for path in out.iterdir()} == {"report.html", "merged.json", "merged.csv"}
+    merged = json.loads((out / "merged.json").read_text())
+    (group,) = merged["groups"]
+    assert merged["differing"] == []
+    assert [(row["method"], row["run"]) for row in group["rows"]] == [
+        ("bf16", "a"), ("kivi", "a"), ("floor", "a"), ("qvg", "b"),
+    ]  # fmt: skip
+    assert "kivi is in a and b with the same rollouts: shown once." in group["notes"]
+    qvg = group["rows"][3]
+    own = read_metrics(runs["b"])[2]
+    assert (qvg["psnr"], qvg["intervals"]) == (own["psnr"], own["intervals"])
+    # Paired over two folders: the number that one run with both would have had.
+    kivi = read_metrics(runs["b"])[1]
+    assert qvg["paired"]["psnr"]["mean"] == pytest.approx(own["psnr"] - kivi["psnr"])
+    assert qvg["paired"]["psnr"]["verdict"] == "worse"
+    assert own["paired"] is None
+    page = (out / "report.html").read_text()
+    assert page.count("data:video/mp4;base64,") == 3  # bf16, kivi, qvg
+    assert "Differences to KIVI" in page
+    assert "shown once" in page
+    assert "minus KIVI" in shown.out
+    assert "worse" in shown.out
+    with (out / "merged.csv").open() as file:
+        assert [line["group"] for line in csv.DictReader(file)] == ["1"] * 4
+
+
+def test_other_references_stand_apart(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "merged"
+    code = main(["report", *(str(path) for path in runs.values()), "--json", "--out", str(out)])
+    found = json.loads(capsys.readouterr().out)
+    assert code == 0
+    assert found["differing"] == ["episodes", "walks_sha256"]
+    assert [list(group["runs"]) for group in found["groups"]] == [["a", "b"], ["c"]]
+    assert [row["method"] for row in found["groups"][1]["rows"]] == ["bf16", "qvg"]
+    page = (out / "report.html").read_text()
+    assert "Two groups of runs" in page
+    assert "Group 1: 6 episodes, 1 seed, 6 frames, episodes walk-0 to walk-5" in page
+    assert "Group 2: 2 episodes" in page
+    assert "differ in episodes and walks_sha256" in page
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("frames", 9),
+        ("seeds", [1]),
+        ("world_sha256", "0"),
+        ("key_rope", "pre"),
+        ("world_dtype", "x"),
+    ],
+)
+def test_every_part_of_the_reference_counts(
+    runs: dict[str, Path], tmp_path: Path, field: str, value: Any
+) -> None:
+    other = tmp_path / "b"
+    shutil.copytree(runs["b"], other)
+
+    def change(rows: Any) -> None:
+        for row in rows:
+            row["configuration"][field] = value
+
+    edited(other, "metrics.json", change)
+    groups = merge(read_runs([runs["a"], other]))
+    assert len(groups) == 2
+    assert differing_fields(groups) == [field]
+
+
+def test_other_places_and_rollouts_are_said_and_duplicates_named(
+    runs: dict[str, Path], tmp_path: Path
+) -> None:
+    other = tmp_path / "b"
+    shutil.copytree(runs["b"], other)
+
+    def elsewhere(rows: Any) -> None:
+        for row in rows:
+            row["environment"]["device_name"] = "another machine"
+
+    def rounded(records: Any) -> None:
+        for record in records:
+            if record["method"] == "kivi":
+                record["mse_by_frame"][-1] += 1.0
+
+    edited(other, "metrics.json", elsewhere)
+    edited(other, "rollouts.json", rounded)
+    (group,) = merge(read_runs([runs["a"], other]))
+    assert [row["method"] for row in group.rows] == ["bf16", "kivi", "floor", "kivi@run=b", "qvg"]
+    assert method_title("kivi@run=b") == "KIVI run=b"
+    notes = " ".join(group.notes)
+    assert "kivi is in a and b with other rollouts: the latter is kivi@run=b." in notes
+    assert "differ in device_name (a: " in notes
+    assert '"another machine")' in notes
+
+
+def test_what_is_no_run_is_refused_in_one_line(
+    runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torn = tmp_path / "torn"
+    shutil.copytree(runs["a"], torn)
+    edited(torn, "rollouts.json", lambda records: records.pop())
+    for folders, message in (
+        ([runs["a"], runs["a"] / "."], "twice"),
+        ([tmp_path / "absent"], "could not read"),
+        ([torn], "do not belong together"),
+        ([runs["a"], "--paired", "qvg"], "--paired: got 'qvg'"),
+    ):
+        out = tmp_path / "out"
+        assert main(["report", *map(str, folders), "--out", str(out)]) == 2
+        said = capsys.readouterr().err.splitlines()[-1]
+        assert said.startswith("steadykv: ")
+        assert message in said
+        assert not out.exists()
