@@ -8,13 +8,14 @@ from typing import Annotated, Any
 
 import typer
 
-from steadykv.cli.common import checked_device, new_file, progress_bar
+from steadykv.cli.common import checked_device, command_text, new_file, progress_bar
 from steadykv.cli.options import METHODS_HELP, Json
 
 WORKS_HELP = "What to time: encode kmeans decode attend (default: all)."
 
 
 def bench(
+    context: typer.Context,
     works: Annotated[list[str] | None, typer.Option(help=WORKS_HELP)] = None,
     methods: Annotated[
         list[str] | None, typer.Option(help=f"{METHODS_HELP} Default: qvg quantwm steady.")
@@ -31,12 +32,16 @@ def bench(
     seconds: Annotated[float, typer.Option(min=0, help="How long each work is timed.")] = 0.3,
     rows: Annotated[Path | None, typer.Option(help="Also write the rows to this new CSV.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw them into this new PNG.")] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Also write them as a page into this new HTML file.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Time encode, decode and attend against this machine's limits, SDPA and quant-videogen."""
     with progress_bar() as advance:
         table = None if rows is None else new_file(rows, "--rows")
         picture = None if plot is None else new_file(plot, "--plot")
+        page = None if report is None else new_file(report, "--report")
         place = checked_device(device)
         from dataclasses import replace
 
@@ -64,6 +69,11 @@ def bench(
             from steadykv.report.bench import drawing
 
             write_bytes_atomically(picture, drawing(found).png())
+        if page is not None:
+            from steadykv.report.bench_page import bench_page
+
+            text = bench_page(found, command_text(context.obj))
+            write_bytes_atomically(page, text.encode())
     _show(found, as_json=json)
 
 

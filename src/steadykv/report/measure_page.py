@@ -66,6 +66,8 @@ def measure_page(data: Data, first: Frames, second: Frames) -> str:
     names = [_name(source) for source in data["sources"]]
     fps = Fraction(data["fps"]).limit_denominator(100_000)
     psnr = [_number(value) for value in data["by_frame"].get("psnr", [])]
+    if None in psnr:  # not measured; a player takes it for identical
+        psnr = []
     films = [
         Film(names[0], "first", first[:count], _file(first[:count], fps), 0),
         Film(names[1], "second", second[:count], _file(second[:count], fps), 3, psnr[:count]),
@@ -137,11 +139,13 @@ def figures(data: Data, label: str) -> list[str]:
         top = max(finite, default=1.0)
         # Identical frames stand at the upper edge, which the axis names.
         has_infinite = any(value == math.inf for value in values)
-        edge = top + 0.1 * (top - min(finite, default=0.0) or 1.0)
+        edge = top + 0.15 * (top - min(finite, default=0.0) or 1.0)
         heights = [math.nan if v is None else edge if v == math.inf else v for v in values]
         frames = range(start, start + len(values))
         axes.plot(frames, heights, color=plots.colour_of(3), linewidth=1.8,
                   marker="o" if len(values) == 1 else None, solid_capstyle="round")  # fmt: skip
+        if known.unit == "0 is best" and min(finite, default=0.0) >= 0:
+            axes.set_ylim(0.0, 1.1 * top or 1.0)
         axes.set_xlim(-0.5, max(1, data["frames"]) - 0.5)
         axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
         if has_infinite:
@@ -150,7 +154,7 @@ def figures(data: Data, label: str) -> list[str]:
         axes.set_xlabel("frame")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
         title = f"{known.title} of {label} by frame"
-        result.append(plots.inline_svg(figure, f"by-frame-{name}", escape(title), axes))
+        result.append(plots.inline_svg(figure, f"by-frame-{len(result)}", escape(title), axes))
     return result
 
 

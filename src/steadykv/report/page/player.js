@@ -47,7 +47,7 @@ for (const theatre of document.querySelectorAll(".theatre")) {
     screen.badge.classList.toggle("on", words.length > 0);
     const value = screen.psnr[source.frame - firstFrame];
     screen.now.textContent = take === 0 ? "the original" : source.frame < firstFrame ? "given frame"
-      : value === null || value === undefined ? "identical" : `${value.toFixed(1)} dB`;
+      : value === undefined ? "" : value === null ? "identical" : `${value.toFixed(1)} dB`;
   };
 
   const draw = () => {
