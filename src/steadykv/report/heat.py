@@ -44,6 +44,17 @@ def flicker_heat(reference: Frames, video: Frames, steps: int = HEAT_STEPS) -> I
         yield np.mean(held, axis=0) if held else np.zeros(gap.shape[:2], dtype=np.float32)
 
 
+def halved(levels: Levels) -> Levels:
+    """Means of 2 × 2 levels: a film's maps are half as large as it, and a third of its bytes.
+
+    An odd side ends with the mean of what there is.
+    """
+    height, width = levels.shape
+    padded = np.pad(levels, ((0, height % 2), (0, width % 2)), mode="edge")
+    blocks = padded.reshape(padded.shape[0] // 2, 2, padded.shape[1] // 2, 2)
+    return blocks.mean(axis=(1, 3), dtype=np.float32)
+
+
 def to_grey(levels: Levels) -> NDArray[np.uint8]:
     """Levels as a film carries them; a step error can reach 510 and stops at 255."""
     return np.rint(255.0 * np.sqrt(np.minimum(levels, 255.0) / 255.0)).astype(np.uint8)

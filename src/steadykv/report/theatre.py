@@ -2,7 +2,7 @@
 
 Small takes travel as one lossless picture each (a sheet), so the page draws and compares the true
 pixels. Large ones travel as one film whose tiles are the takes and, calculated here from raw
-frames, their difference and their flicker; tiles of one frame cannot get out of step.
+frames, maps of their difference and their flicker; tiles of one frame cannot get out of step.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from html import escape
 import numpy as np
 
 from steadykv.errors import ShapeError
-from steadykv.report.heat import HEAT_STEPS, difference, flicker_heat, to_grey
+from steadykv.report.heat import HEAT_STEPS, difference, flicker_heat, halved, to_grey
 from steadykv.report.html import colour_variable, data_uri
 from steadykv.report.video import Frames, check_frames, encode_images
 
@@ -27,6 +27,7 @@ LOSSLESS_FRAMES = 400  # longer films take lossy sheets, so that the page stays 
 SHEET_COLUMNS = 8
 # A sheet lies in the browser's memory decoded, 4 bytes a pixel: 64 MB a take.
 SHEET_PIXELS = 16_000_000
+REEL_CRF = 14  # at the videos' own size; 12, as small takes have, makes files a third larger
 SHEET_SIDE = 16_383  # the largest side of a WebP picture
 
 
@@ -164,29 +165,34 @@ def film_sheet(frames: Frames) -> bytes:
 
 
 def _reel(films: Sequence[Film], fps: Fraction | float) -> str:
-    """The one film of all tiles; ``data-tile`` says how large a tile is and how many a row."""
+    """The one film of all takes; ``data-tile`` says how large a picture and a map is in it."""
     height, width = (side + side % 2 for side in films[0].frames.shape[1:3])
-    count = 1 + 3 * (len(films) - 1)
-    columns = math.ceil(math.sqrt(count))
+    columns = math.ceil(math.sqrt(len(films)))
     rate = fps if isinstance(fps, Fraction) else Fraction(fps).limit_denominator(100_000)
-    mp4 = encode_images(_tiles([film.frames for film in films], height, width, columns), rate)
-    facts = escape(json.dumps({"width": width, "height": height, "columns": columns}))
+    images = _tiles([film.frames for film in films], height, width, columns)
+    mp4 = encode_images(images, rate, REEL_CRF)
+    tile = {"width": width, "height": height, "columns": columns}
     return f"""
-<video class="reel" controls loop muted playsinline preload="auto" data-tile='{facts}'
-src="{data_uri("video/mp4", mp4)}"></video>"""
+<video class="reel" controls loop muted playsinline preload="auto"
+data-tile='{escape(json.dumps(tile))}' src="{data_uri("video/mp4", mp4)}"></video>"""
 
 
 def _tiles(films: Sequence[Frames], height: int, width: int, columns: int) -> Iterator[Frames]:
-    """Frame by frame: film 0, then picture, difference and flicker of each other film."""
-    count = 1 + 3 * (len(films) - 1)
-    rows = math.ceil(count / columns)
+    """Frame by frame: each take above the maps of its difference and flicker, both half as large.
+
+    Film 0 has no maps: nothing stands below it.
+    """
+    half = height // 2
+    rows = math.ceil(len(films) / columns)
     heats = [flicker_heat(films[0], film) for film in films[1:]]
     for index, original in enumerate(films[0]):
-        sheet = np.zeros((rows, columns, height, width, 3), dtype=np.uint8)
-        cells = [original]
-        for film, heat in zip(films[1:], heats, strict=True):
-            greys = (difference(original, film[index]), next(heat))
-            cells += [film[index], *(np.repeat(to_grey(g)[..., None], 3, -1) for g in greys)]
-        for place, cell in enumerate(cells):
-            sheet[place // columns, place % columns, : cell.shape[0], : cell.shape[1]] = cell
-        yield sheet.swapaxes(1, 2).reshape(rows * height, columns * width, 3)
+        sheet = np.zeros((rows, columns, height + half, width, 3), dtype=np.uint8)
+        for place, film in enumerate(films):
+            cell = sheet[place // columns, place % columns]
+            cell[: original.shape[0], : original.shape[1]] = film[index]
+            if place:
+                maps = (difference(original, film[index]), next(heats[place - 1]))
+                for left, levels in zip((0, width // 2), map(halved, maps), strict=True):
+                    tile = cell[height:, left : left + width // 2]
+                    tile[: levels.shape[0], : levels.shape[1]] = to_grey(levels)[..., None]
+        yield sheet.swapaxes(1, 2).reshape(rows * (height + half), columns * width, 3)

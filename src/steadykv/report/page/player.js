@@ -16,6 +16,8 @@ for (const theatre of document.querySelectorAll(".theatre")) {
   }));
   const reel = find(".reel");
   const source = reel ? new ReelSource(facts, reel) : new SheetSource(facts, [...theatre.querySelectorAll(".sheet")]);
+  const scratch = newContext(source.mapWidth, source.mapHeight);
+  for (const { heat } of screens) Object.assign(heat.canvas, { width: source.mapWidth, height: source.mapHeight });
   const state = { view: "picture", heat: false, gain: 8, bright: false, peek: false, wipe: 0.5 };
   const slider = find(".timeline input");
 
@@ -24,7 +26,10 @@ for (const theatre of document.querySelectorAll(".theatre")) {
     const isCompared = take > 0 && !peek;
     const isDifference = isCompared && view === "difference";
     const isWiped = isCompared && view === "wipe";
-    if (isDifference) screen.picture.putImageData(greyImage(source.difference(take), gain, width, height), 0, 0);
+    if (isDifference) {
+      scratch.putImageData(greyImage(source.difference(take), gain, source.mapWidth, source.mapHeight), 0, 0);
+      screen.picture.drawImage(scratch.canvas, 0, 0, width, height);
+    }
     else source.paint(screen.picture, peek ? 0 : take);
     if (isWiped) {
       screen.picture.save();
@@ -38,7 +43,7 @@ for (const theatre of document.querySelectorAll(".theatre")) {
     screen.divider.hidden = !isWiped;
     const hasHeat = isCompared && state.heat;
     screen.heat.canvas.hidden = !hasHeat;
-    if (hasHeat) screen.heat.putImageData(heatImage(source.heat(take), gain, width, height), 0, 0);
+    if (hasHeat) screen.heat.putImageData(heatImage(source.heat(take), gain, source.mapWidth, source.mapHeight), 0, 0);
     screen.picture.canvas.classList.toggle("bright", state.bright && !isDifference);
     const words = peek && take > 0 ? ["original"] : [
       isDifference && `difference ×${gain}`, isWiped && "left: original", hasHeat && `flicker ×${gain}`,

@@ -1,14 +1,17 @@
 // Where the pixels of a theatre come from and what moves its time: `frame` is what shows now, `onframe`
 // is called when another one does. `paint` draws a take, `difference` and `heat` give its maps.
 
+const newContext = (width, height) =>
+  Object.assign(document.createElement("canvas"), { width, height }).getContext("2d", { willReadFrequently: true });
+
 const HOLD_MS = 900; // the last frame stays for a moment before the film starts again
 
 // Takes as pictures of all their frames: every frame is at hand, so time is a number that a clock moves.
 class SheetSource {
   constructor(facts, sheets) {
     Object.assign(this, facts, { sheets, frame: 0, playing: false, speed: 1, onframe: () => {} });
-    const scratch = Object.assign(document.createElement("canvas"), { width: facts.width, height: facts.height });
-    this.scratch = scratch.getContext("2d", { willReadFrequently: true });
+    [this.mapWidth, this.mapHeight] = [facts.width, facts.height];
+    this.scratch = newContext(facts.width, facts.height);
     this.held = sheets.map(() => new Map()); // the latest frames' pixels, by take
   }
   ready() { return Promise.all(this.sheets.map((sheet) => sheet.decode())); }
@@ -55,13 +58,14 @@ class SheetSource {
   pause() { this.playing = false; }
 }
 
-// One film whose tiles are take 0 and then picture, difference and heat of each other take.
+// One film of tiles: each take and, below all but take 0, its two maps at half the size side by side.
 class ReelSource {
   constructor(facts, film) {
     Object.assign(this, facts, { film, frame: 0, playing: false, onframe: () => {} });
     this.tile = JSON.parse(film.dataset.tile);
-    this.scratch = Object.assign(document.createElement("canvas"), { width: facts.width, height: facts.height })
-      .getContext("2d", { willReadFrequently: true });
+    this.mapWidth = Math.ceil(facts.width / 2);
+    this.mapHeight = Math.ceil(facts.height / 2);
+    this.scratch = newContext(this.mapWidth, this.mapHeight);
   }
   async ready() {
     const { film } = this;
@@ -84,18 +88,22 @@ class ReelSource {
     film.requestVideoFrameCallback(presented);
   }
   set speed(value) { this.film.playbackRate = value; }
-  paintTile(context, place) {
-    const { width, height, tile } = this;
-    const x = (place % tile.columns) * tile.width, y = Math.floor(place / tile.columns) * tile.height;
+  corner(take) {
+    const { columns, width, height } = this.tile;
+    return [(take % columns) * width, Math.floor(take / columns) * (1.5 * height)];
+  }
+  paint(context, take) {
+    const { width, height } = this, [x, y] = this.corner(take);
     context.drawImage(this.film, x, y, width, height, 0, 0, width, height);
   }
-  paint(context, take) { this.paintTile(context, take === 0 ? 0 : 3 * take - 2); }
-  map(place) {
-    this.paintTile(this.scratch, place);
-    return mapOfGreys(this.scratch.getImageData(0, 0, this.width, this.height).data);
+  // The map that lies this far right below the picture.
+  map(take, right) {
+    const { mapWidth, mapHeight } = this, [x, y] = this.corner(take);
+    this.scratch.drawImage(this.film, x + right, y + this.tile.height, mapWidth, mapHeight, 0, 0, mapWidth, mapHeight);
+    return mapOfGreys(this.scratch.getImageData(0, 0, mapWidth, mapHeight).data);
   }
-  difference(take) { return this.map(3 * take - 1); }
-  heat(take) { return this.map(3 * take); }
+  difference(take) { return this.map(take, 0); }
+  heat(take) { return this.map(take, this.tile.width / 2); }
   // The middle of a frame: rounding cannot reach its neighbour.
   seek(frame) {
     this.frame = frame;
