@@ -19,8 +19,8 @@ from steadykv.report.measure_page import lead, show
 from steadykv.report.memory import memory_by_part, parts_of
 from steadykv.report.theatre import REEL_CRF, Film, fits_a_sheet, players
 from steadykv.report.video import CRF, decode_mp4, encode_images, encode_mp4
+from tests.browser.results import bench_rows, measured
 from tests.browser.takes import copy_with_errors, original
-from tests.browser.test_report_whole import bench_rows, measured
 from tests.test_report_pages import Reader, embedded
 
 FIRST, SECOND = original(12), copy_with_errors(original(12))
@@ -175,7 +175,7 @@ def test_memory_is_drawn_by_the_parts_that_rows_have() -> None:
     svg = memory_by_part([newer, newer | {"method": "qvg"}])
     assert ">codes<" in svg
     assert ">QVG<" in svg
-    assert "> 3.00<" in svg
+    assert ">3.00<" in svg
     bar = r'<path d="M ([\d.]+) [\d.]+\s+L ([\d.]+) [^"]*z\s*" [^>]*fill: var\(--s[123]\)'
     widths = [float(right) - float(left) for left, right in re.findall(bar, svg)]
     assert widths[0] == pytest.approx(4 * widths[2], rel=0.02)  # codes, scales, open of the first

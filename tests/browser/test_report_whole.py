@@ -6,14 +6,12 @@ import csv
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 from steadykv.capture import Selection, open_capture
 from steadykv.evaluation.comparison import run_comparison
-from steadykv.evaluation.provenance import environment
 from steadykv.evaluation.tensor_comparison import compare_tensors
 from steadykv.evaluation.world_capture import capture_world
 from steadykv.report.bench_page import bench_page
@@ -22,6 +20,7 @@ from steadykv.report.pages import Report, report_page
 from steadykv.report.tensor_page import TensorReport, tensor_page
 from steadykv.report.tensor_plots import drawings
 from steadykv.report.video import encode_mp4, enlarge
+from tests.browser.results import bench_rows, measured
 from tests.browser.takes import copy_with_errors, original
 from tests.browser.window import Window
 from tests.worlds import tiny_episodes, tiny_world
@@ -46,35 +45,6 @@ def tensors(folder: Path) -> str:
     data = json.loads(json.dumps(compare_tensors(open_capture(path)).to_dict()))
     figures = drawings(data["rows"], data["cells"])
     return tensor_page(TensorReport(data, figures, "steadykv tensors walk.safetensors"))
-
-
-def measured() -> dict[str, Any]:
-    """As `steadykv measure` writes it, with an infinite value among the frames."""
-    source = {"frames": 40, "width": 96, "height": 64, "fps": 12, "codec": "h264",
-              "pixel_format": "yuv420p"}  # fmt: skip
-    return {
-        "version": 1,
-        "sources": [source | {"path": "folder/first.mp4"}, source | {"path": "second.mp4"}],
-        "frames": 40,
-        "fps": 12,
-        "summary": {"psnr": 31.25, "ssim": 0.9312, "flicker_error": 0.000021},
-        "by_frame": {"psnr": ["inf", *([31.0, 33.0] * 20)[:39]], "ssim": [0.9] * 40,
-                     "flicker_error": [0.01] * 39},
-        "command": "steadykv measure first.mp4 second.mp4",
-        "environment": environment("cpu"),
-    }  # fmt: skip
-
-
-def bench_rows() -> list[dict[str, Any]]:
-    """Rows that `steadykv bench` wrote on an H200; numbers come as text from a CSV file."""
-    path = Path(__file__).parents[2] / "benchmarks/results/bench-h200.csv"
-    words = {"work", "method", "shape", "baseline", "backend", "gpu", "torch", "triton", "commit"}
-
-    def value(name: str, text: str) -> Any:
-        return (text if name in words else float(text)) if text else None
-
-    with path.open(newline="") as file:
-        return [{k: value(k, v) for k, v in row.items()} for row in csv.DictReader(file)]
 
 
 @pytest.fixture(scope="module")
@@ -116,20 +86,18 @@ def test_a_phone_scrolls_downwards_only(window: Window, pages: dict[str, str], k
 def test_dark_and_light_are_seen(window: Window, pages: dict[str, str], kind: str) -> None:
     """As the system asks, and the other one by the button."""
     window.resize(1200, 900)
-    brightness = {}
+    brightness, papers = {}, {}
     for scheme in ("dark", "light"):
         window.prefer(scheme)
         window.open(pages[kind], f"{kind}-{scheme}", "#frame=9")
         shown = window.screenshot(f"{kind}-{scheme}")
         brightness[scheme] = np.median(shown)
+        papers[scheme] = window.run("return getComputedStyle(document.body).backgroundColor")
         assert shown.std() > 8  # letters and figures stand out from the paper
     assert brightness["dark"] < 60
     assert brightness["light"] > 200
     window.click(".theme")
-    window.run("scrollTo(0, 0)")
-    assert np.median(window.screenshot(f"{kind}-button")) == pytest.approx(
-        brightness["dark"], abs=2
-    )
+    assert window.run("return getComputedStyle(document.body).backgroundColor") == papers["dark"]
 
 
 def pasted(window: Window) -> str:

@@ -45,7 +45,7 @@ def flicker_heat(reference: Frames, video: Frames, steps: int = HEAT_STEPS) -> I
 
 
 def halved(levels: Levels) -> Levels:
-    """Means of 2 × 2 levels: a film's maps are half as large as it, and a third of its bytes.
+    """Means of 2 × 2 levels: with such maps a film of 720p takes a third of the bytes.
 
     An odd side ends with the mean of what there is.
     """

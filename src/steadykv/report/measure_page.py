@@ -12,14 +12,14 @@ from typing import Any
 from matplotlib.ticker import MaxNLocator
 
 from steadykv.errors import ShapeError
-from steadykv.report import html, plots
+from steadykv.report import html, plots, text
 from steadykv.report.theatre import Film, players
 from steadykv.report.video import Frames, check_frames
 
 Data = Mapping[str, Any]
 
-# Pixels a player gets, 300 frames of 720p: a longer film would make the page too heavy to open.
-PLAYER_PIXELS = 300 * 1280 * 720
+# Pixels a player gets, 150 frames of 720p: about 25 MB of page for a video of film quality.
+PLAYER_PIXELS = 150 * 1280 * 720
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,7 @@ def measure_page(data: Data, first: Frames, second: Frames) -> str:
         _table(data, names),
         html.heading("Frame by frame"),
         html.paragraphs(
-            ["The line moves with the players; a click on a curve takes them there. A value of a "
-             "step stands at the frame that the step leads to."]),
+            [f"{text.FOLLOWS} A value of a step stands at the frame that the step leads to."]),
         f'<div class="pair">{"".join(map(html.figure, figures(data, names[1])))}</div>',
         html.heading("How this was made"),
         html.command_line(_command(data["command"])),
@@ -127,7 +126,7 @@ def show(name: str, value: Any) -> str:
 
 def figures(data: Data, label: str) -> list[str]:
     """One figure a metric that has values by frame."""
-    result = []
+    result: list[str] = []
     for name, found in data["by_frame"].items():
         values = [_number(value) for value in found]
         if not values or all(value is None for value in values):

@@ -46,7 +46,8 @@ def memory_by_part(rows: Sequence[Row], prefix: str = "memory") -> str:
             start += size
         total = " + ".join(_short(n) for n in stack.values()) if TRANSIENT in stack else (
             _short(sum(stack.values())))  # fmt: skip
-        axes.text(start, -index, f" {total}", va="center", color=plots.DIM, fontsize=9)
+        axes.annotate(total, (start, -index), xytext=(5, 0), textcoords="offset points",
+                      va="center", color=plots.DIM, fontsize=9)  # fmt: skip
     for number, name in enumerate(names, 1):
         is_faint = name == TRANSIENT
         axes.barh(0, 0, color=plots.colour_of(1 if is_faint else number), label=name,

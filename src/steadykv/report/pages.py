@@ -82,7 +82,7 @@ def report_page(report: Report) -> str:
         number_table(rows, report.series),
         *paired,
         html.heading("Frame by frame"),
-        html.paragraphs([text.about_psnr(rows)]),
+        html.paragraphs([text.about_psnr(rows), *([text.FOLLOWS] if report.videos else [])]),
         html.figure(plots.psnr_by_frame(curves(report), shared["context_frames"])),
     ]
     if report.has_intervals:
