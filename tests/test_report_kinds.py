@@ -119,6 +119,24 @@ def test_the_measured_page_shows_the_numbers_of_its_file() -> None:
     assert "players show" not in words
 
 
+def test_values_of_both_videos_share_a_figure() -> None:
+    index = {"flicker_index_a": [None, *[0.1] * 10, None], "flicker_index_b": [None, *[0.3] * 11]}
+    data = short_data(by_frame={"psnr": [30.0] * 12, **index}, notes=["B has <other> colours"])
+    page = measure_page.measure_page(data, FIRST, SECOND)
+    assert page.count("data-frames=") == 2
+    (figure,) = re.findall(r"<svg[^>]*flicker index of both videos by frame.*?</svg>", page, re.S)
+    assert set(re.findall(r"stroke: var\((--s\d)\)", figure)) == {"--s0", "--s3"}
+    assert "B has &lt;other&gt; colours" in page
+
+
+def test_players_of_a_scaled_excerpt_say_so() -> None:
+    page = measure_page.measure_page(short_data(width=960, height=640), FIRST, SECOND)
+    assert "scaled from 960 × 640 to 96 × 64 pixels" in page
+    assert "scaled from" not in measure_page.measure_page(
+        short_data(width=96, height=64), FIRST, SECOND
+    )
+
+
 def test_identical_videos_are_called_that() -> None:
     data = short_data(summary={"psnr": "inf", "ssim": 1.0}, by_frame={"psnr": ["inf"] * 12})
     assert lead(data, ["a.mp4", "b.mp4"]) == [

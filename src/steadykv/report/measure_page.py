@@ -9,6 +9,8 @@ from fractions import Fraction
 from html import escape
 from typing import Any
 
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from steadykv.errors import ShapeError
@@ -20,6 +22,10 @@ Data = Mapping[str, Any]
 
 # Pixels a player gets, 150 frames of 720p: about 25 MB of page for a video of film quality.
 PLAYER_PIXELS = 150 * 1280 * 720
+
+
+# A metric that needs no reference has a value for each video: its names end so.
+FIRST, SECOND = "_a", "_b"
 
 
 @dataclass(frozen=True)
@@ -45,6 +51,11 @@ METRICS = {
                            "differs from the first video's; full range of a pixel is 1."),
     "tlpips": Known("tLPIPS", "0 is best", "Difference of the two videos' LPIPS from frame to "
                     "frame; 0 is the same."),
+    "flicker_index": Known("flicker index", "0 is calm", "Flicker of one video alone, with its "
+                           "motion taken out."),
+    "flicker_index_a": Known("flicker index", "first video", "Flicker of the first video alone, "
+                             "with its motion taken out; 0 is calm."),
+    "flicker_index_b": Known("flicker index", "second video", "The same of the second video."),
     "warped_error": Known("warped error", "0 is best", "Change that motion does not explain."),
 }  # fmt: skip
 
@@ -76,9 +87,13 @@ def measure_page(data: Data, first: Frames, second: Frames) -> str:
     if count < data["frames"]:
         shown = [f"The players show the first {count} of {data['frames']} frames that were "
                  "measured; the numbers are about all of them."]  # fmt: skip
+    size = (data.get("width", first.shape[2]), data.get("height", first.shape[1]))
+    if size != (first.shape[2], first.shape[1]):
+        shown.append(f"They are scaled from {size[0]} × {size[1]} to {first.shape[2]} × "
+                     f"{first.shape[1]} pixels, which hides their finest flicker.")  # fmt: skip
     body = [
         players(films, fps, 0),
-        html.paragraphs(shown, "note"),
+        html.paragraphs([*shown, *data.get("notes", [])], "note"),
         html.heading("In numbers"),
         _table(data, names),
         html.heading("Frame by frame"),
@@ -125,36 +140,50 @@ def show(name: str, value: Any) -> str:
 
 
 def figures(data: Data, label: str) -> list[str]:
-    """One figure a metric that has values by frame."""
+    """One figure a metric that has values by frame; those of one video each share theirs."""
     result: list[str] = []
-    for name, found in data["by_frame"].items():
-        values = [_number(value) for value in found]
-        if not values or all(value is None for value in values):
+    by_frame = {name: [_number(v) for v in found] for name, found in data["by_frame"].items()}
+    for name, values in by_frame.items():
+        if name.endswith(SECOND) and name.removesuffix(SECOND) + FIRST in by_frame:
             continue
-        known = _known(name)
-        figure, axes = plots.blank_figure(5.2, 2.6, f"{known.title}, {known.unit}".rstrip(", "))
-        start = data["frames"] - len(values)  # a value of a step belongs to its second frame
-        finite = [v for v in values if v is not None and math.isfinite(v)]
-        top = max(finite, default=1.0)
-        # Identical frames stand at the upper edge, which the axis names.
-        has_infinite = any(value == math.inf for value in values)
-        edge = top + 0.15 * (top - min(finite, default=0.0) or 1.0)
-        heights = [math.nan if v is None else edge if v == math.inf else v for v in values]
-        frames = range(start, start + len(values))
-        axes.plot(frames, heights, color=plots.colour_of(3), linewidth=1.8,
-                  marker="o" if len(values) == 1 else None, solid_capstyle="round")  # fmt: skip
-        if known.unit == "0 is best" and min(finite, default=0.0) >= 0:
-            axes.set_ylim(0.0, 1.1 * top or 1.0)
-        axes.set_xlim(-0.5, max(1, data["frames"]) - 0.5)
-        axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
-        if has_infinite:
-            ticks = [tick for tick in axes.get_yticks() if min(finite, default=0) <= tick <= top]
-            axes.set_yticks([*ticks, edge], [*(f"{tick:g}" for tick in ticks), "∞"])
-        axes.set_xlabel("frame")
-        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-        title = f"{known.title} of {label} by frame"
-        result.append(plots.inline_svg(figure, f"by-frame-{len(result)}", escape(title), axes))
+        lines = [(values, 3)]
+        other = by_frame.get(name.removesuffix(FIRST) + SECOND) if name.endswith(FIRST) else None
+        title = f"{_known(name).title} of {label}"
+        if other is not None:
+            lines = [(values, 0), (other, 3)]
+            title = f"{_known(name.removesuffix(FIRST)).title} of both videos"
+        if any(value is not None for line, _ in lines for value in line):
+            figure, axes = _figure(name.removesuffix(FIRST) if other else name, lines, data)
+            prefix = f"by-frame-{len(result)}"
+            result.append(plots.inline_svg(figure, prefix, escape(f"{title} by frame"), axes))
     return result
+
+
+def _figure(
+    name: str, lines: Sequence[tuple[list[float | None], int]], data: Data
+) -> tuple[Figure, Axes]:
+    """Lines of (values, colour); infinite ones stand at the upper edge, which the axis names."""
+    known, count = _known(name), max(1, data["frames"])
+    figure, axes = plots.blank_figure(5.2, 2.6, f"{known.title}, {known.unit}".rstrip(", "))
+    every = [v for values, _ in lines for v in values if v is not None]
+    finite = [v for v in every if math.isfinite(v)]
+    low, top = min(finite, default=0.0), max(finite, default=1.0)
+    edge = top + 0.15 * (top - low or 1.0)
+    for values, colour in lines:
+        heights = [math.nan if v is None else edge if v == math.inf else v for v in values]
+        start = data["frames"] - len(values)  # a value of a step belongs to its second frame
+        axes.plot(range(start, data["frames"]), heights, color=plots.colour_of(colour),
+                  linewidth=1.8, marker="o" if len(values) == 1 else None)  # fmt: skip
+    if known.unit == "0 is best" and low >= 0:
+        axes.set_ylim(0.0, 1.1 * top or 1.0)
+    axes.set_xlim(-0.5, count - 0.5)
+    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+    if math.inf in every:
+        ticks = [tick for tick in axes.get_yticks() if low <= tick <= top]
+        axes.set_yticks([*ticks, edge], [*(f"{tick:g}" for tick in ticks), "∞"])
+    axes.set_xlabel("frame")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+    return figure, axes
 
 
 def _table(data: Data, names: Sequence[str]) -> str:
