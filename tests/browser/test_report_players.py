@@ -48,9 +48,8 @@ requestAnimationFrame(look);
 """
 # The picture of a film comes a moment after the seek.
 SETTLE = """
-const film = document.querySelector(".reel");
-const later = () => requestAnimationFrame(() => requestAnimationFrame(() => done()));
-const poll = () => (film && film.seeking ? setTimeout(poll, 10) : later());
+const theatre = document.querySelector(".theatre"), slider = theatre.querySelector("input");
+const poll = () => (theatre.dataset.drawn === slider.value ? done() : setTimeout(poll, 10));
 poll();
 """
 

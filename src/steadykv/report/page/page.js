@@ -50,7 +50,9 @@ const svgElement = (name) => document.createElementNS(document.querySelector("sv
     if (event.ctrlKey || event.metaKey || event.altKey) return;
     const action = keyActions.get(event.key);
     const control = event.target.closest?.("button, select, summary, a, input");
-    if (!action || (control && OWN_KEYS.includes(event.key) && !control.matches(".timeline input"))) return;
+    // A closed dialog's button keeps the focus until the next picture, without being there.
+    const isInControl = control?.getClientRects().length && !control.matches(".timeline input");
+    if (!action || (isInControl && OWN_KEYS.includes(event.key))) return;
     if (dialog.open && event.key !== "?" && event.key !== "t") return;
     event.preventDefault();
     action.press();

@@ -57,6 +57,7 @@ for (const theatre of document.querySelectorAll(".theatre")) {
 
   const draw = () => {
     screens.forEach(paintScreen);
+    theatre.dataset.drawn = source.drawn;
     slider.value = source.frame;
     find("output").innerHTML = `<span class="word">frame </span>${source.frame} / ${frames - 1}`;
     find(".play").textContent = source.playing ? "❚❚" : "▶";

@@ -20,6 +20,7 @@ class SheetSource {
     const x = (frame % sheetColumns) * width, y = Math.floor(frame / sheetColumns) * height;
     context.drawImage(this.sheets[take], x, y, width, height, 0, 0, width, height);
   }
+  get drawn() { return this.frame; }
   pixels(take, frame) {
     const held = this.held[take];
     if (!held.has(frame)) {
@@ -61,7 +62,8 @@ class SheetSource {
 // One film of tiles: each take and, below all but take 0, its two maps at half the size side by side.
 class ReelSource {
   constructor(facts, film) {
-    Object.assign(this, facts, { film, frame: 0, playing: false, onframe: () => {} });
+    // A film shows what it was asked for a moment later: `drawn` is the frame of its picture.
+    Object.assign(this, facts, { film, frame: 0, drawn: 0, playing: false, onframe: () => {} });
     this.tile = JSON.parse(film.dataset.tile);
     this.mapWidth = Math.ceil(facts.width / 2);
     this.mapHeight = Math.ceil(facts.height / 2);
@@ -77,7 +79,7 @@ class ReelSource {
     const shown = (time) => {
       const frame = Math.min(this.frames - 1, Math.round(time * this.fps));
       if (film.seeking && frame !== this.frame) return; // still a frame from before the seek
-      this.frame = frame;
+      this.frame = this.drawn = frame;
       this.onframe();
     };
     if (!film.requestVideoFrameCallback) {
