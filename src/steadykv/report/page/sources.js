@@ -82,6 +82,10 @@ class ReelSource {
       this.frame = this.drawn = frame;
       this.onframe();
     };
+    // A paused film may not call back after a seek; what it is asked for is there by then.
+    film.addEventListener("seeked", () => requestAnimationFrame(() => {
+      if (film.paused && !film.seeking) shown(this.frame / this.fps);
+    }));
     if (!film.requestVideoFrameCallback) {
       film.addEventListener("timeupdate", () => shown(Math.floor(film.currentTime * this.fps) / this.fps));
       return;
