@@ -19,11 +19,12 @@ from steadykv.evaluation.collector import ComparisonResult
 from steadykv.evaluation.comparison import run_comparison
 from steadykv.evaluation.metrics import psnr_by_frame
 from steadykv.report import text
-from steadykv.report.html import SHEET_COLUMNS, Cell, Column, Row, film_sheet, looks, table
+from steadykv.report.html import Cell, Column, Row, looks, table
 from steadykv.report.measures import is_best, measures
 from steadykv.report.pages import Report, report_page, shift_looks, side_captions
 from steadykv.report.tables import number_table
 from steadykv.report.terminal import result_table
+from steadykv.report.theatre import SHEET_COLUMNS, film_sheet
 from steadykv.report.video import decode_mp4, encode_mp4, enlarge
 from tests.worlds import TINY, tiny_episodes, tiny_world
 

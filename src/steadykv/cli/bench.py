@@ -33,12 +33,16 @@ def bench(
     rows: Annotated[Path | None, typer.Option(help="Also write the rows to this new CSV.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw them into this new PNG.")] = None,
     store: Store = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Also write them as a page into this new HTML file.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Time encode, decode and attend against this machine's limits, SDPA and quant-videogen."""
     with progress_bar() as advance:
         table = None if rows is None else new_file(rows, "--rows")
         picture = None if plot is None else new_file(plot, "--plot")
+        page = None if report is None else new_file(report, "--report")
         place = checked_device(device)
         from dataclasses import asdict, replace
 
@@ -78,6 +82,11 @@ def bench(
                 configuration={"size": asdict(size), "seconds": seconds},
                 environment=environment(place),
             )
+        if page is not None:
+            from steadykv.report.bench_page import bench_page
+
+            text = bench_page(found, command_text(context.obj))
+            write_bytes_atomically(page, text.encode())
     _show(found, as_json=json)
 
 

@@ -60,7 +60,9 @@ def drawing(rows: Sequence[Row]) -> Drawing:
 
 def _bars(rows: Sequence[Row], theme: Theme) -> Figure:
     figure = Figure(figsize=(7.2, 0.9 + 0.34 * len(rows)), layout="constrained")
+    figure.patch.set_alpha(0.0)
     axes = figure.add_subplot()
+    axes.patch.set_alpha(0.0)
     works = list(dict.fromkeys(row["work"] for row in rows))
     for place, row in enumerate(rows):
         color = theme.series[1 + works.index(row["work"]) % (len(theme.series) - 1)]
@@ -72,14 +74,15 @@ def _bars(rows: Sequence[Row], theme: Theme) -> Figure:
         axes.vlines(row["limit_ms"], place - 0.4, place + 0.4, color=theme.ink, linewidth=2.0)
         if row["baseline_ms"] is not None:
             axes.plot(
-                [row["baseline_ms"]], [place], marker="D", markersize=7, color="white",
+                [row["baseline_ms"]], [place], marker="D", markersize=7, color=theme.paper,
                 markeredgecolor=theme.ink, linestyle="none",
             )  # fmt: skip
     axes.set_yticks(range(len(rows)), [f"{row['work']}  {row['method']}" for row in rows])
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel("milliseconds; line: limit of the machine, diamond: what else does it")
-    axes.tick_params(colors=theme.ink)
+    axes.tick_params(which="both", colors=theme.ink, length=0)
+    axes.spines["bottom"].set_color(theme.line)
     axes.xaxis.label.set_color(theme.ink)
     axes.grid(axis="x", color=theme.line, linewidth=0.8)
     axes.set_axisbelow(True)

@@ -12,7 +12,9 @@ from steadykv.config import METHODS
 from steadykv.evaluation.metrics import psnr_by_frame
 from steadykv.evaluation.protocol import FLOOR, FLOORS
 from steadykv.report import html, plots, text
+from steadykv.report.memory import about_memory, memory_by_part
 from steadykv.report.tables import number_table, paired_table
+from steadykv.report.theatre import Film, players
 from steadykv.report.video import Frames
 
 Row = Mapping[str, Any]
@@ -59,7 +61,7 @@ def report_page(report: Report) -> str:
     count = len(text.packed_rows(rows)) + 1
     body = []
     if report.videos:
-        body.append(html.players(films(report), report.fps, shared["context_frames"]))
+        body.append(players(films(report), report.fps, shared["context_frames"]))
     if report.shown:
         body.append(html.paragraphs([report.shown], "note"))
     against = next((row["paired"]["against"] for row in rows if row["paired"]), None)
@@ -80,7 +82,7 @@ def report_page(report: Report) -> str:
         number_table(rows, report.series),
         *paired,
         html.heading("Frame by frame"),
-        html.paragraphs([text.about_psnr(rows)]),
+        html.paragraphs([text.about_psnr(rows), *([text.FOLLOWS] if report.videos else [])]),
         html.figure(plots.psnr_by_frame(curves(report), shared["context_frames"])),
     ]
     if report.has_intervals:
@@ -89,6 +91,11 @@ def report_page(report: Report) -> str:
             html.paragraphs([text.about_sizes(rows)]),
             html.figure(size_plot(report)),
         ]
+    body += [
+        html.heading("Memory by part"),
+        html.paragraphs([about_memory(rows)]),
+        html.figure(memory_by_part(rows)),
+    ]
     example = (report.shift or {}).get("example")
     if example is not None and "bf16" in report.videos:
         body += [
@@ -110,7 +117,7 @@ def report_page(report: Report) -> str:
     )
 
 
-def films(report: Report) -> list[html.Film]:
+def films(report: Report) -> list[Film]:
     """One player a method; the noise floor looks like the original and gets none."""
     original = report.videos["bf16"]
     context = report.configuration["context_frames"]
@@ -120,7 +127,7 @@ def films(report: Report) -> list[html.Film]:
         if method in report.videos:
             frames = report.videos[method]
             result.append(
-                html.Film(
+                Film(
                     title=text.method_title(method),
                     caption=text.short_caption(by_method.get(method)),
                     frames=frames,
@@ -192,6 +199,7 @@ def shift_looks(report: Report, example: Mapping[str, Any]) -> list[html.Look]:
             frame=frames[place["frame"]],
             box=(place["patch_column"] * patch, place["patch_row"] * patch, patch, patch),
             series=series,
+            number=place["frame"],
             is_same=is_same,
         )
 
@@ -237,10 +245,7 @@ def made_how(report: Report) -> dict[str, str]:
         "keys are stored": f"{'after' if shared['key_rope'] == 'post' else 'before'} RoPE",
         "network": f"{world['num_layers']} layers, {world['num_heads']} heads of "
         f"{world['head_dim']}, computed in {shared['world_dtype']}",
-        "device": f"{environment['device']} ({environment['device_name']})",
-        "versions": f"steadykv {environment['steadykv']}, torch {environment['torch']}, "
-        f"Python {environment['python']}, {environment['system']}",
-        "commit": str(environment["commit"] or "unknown (not run from a checkout)"),
+        **html.versions(environment),
     }
     if report.has_intervals:
         entries["intervals"] = (

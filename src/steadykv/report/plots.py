@@ -8,6 +8,7 @@ the SVG can stand inside HTML and loads nothing.
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 from collections.abc import Sequence
@@ -60,7 +61,7 @@ def psnr_by_frame(curves: Sequence[Curve], first_frame: int, prefix: str = "psnr
 
     Values above the ceiling (identical frames) are drawn at it, which the axis says.
     """
-    figure, axes = _figure(6.6, 3.7, "PSNR against BF16 in dB: higher is closer")
+    figure, axes = blank_figure(6.6, 3.7, "PSNR against BF16 in dB: higher is closer")
     ends: list[tuple[float, str, str]] = []
     for curve in curves:
         frames = range(first_frame, first_frame + len(curve.mean))
@@ -92,12 +93,12 @@ def psnr_by_frame(curves: Sequence[Curve], first_frame: int, prefix: str = "psnr
     longest = max((len(curve.mean) for curve in curves), default=1)
     axes.set_xlim(first_frame - 0.5, first_frame + max(1, longest) - 0.5)
     label_ends(axes, ends, gap=(top - bottom) / 15)
-    return inline_svg(figure, prefix, "PSNR against the BF16 rollout, frame by frame")
+    return inline_svg(figure, prefix, "PSNR against the BF16 rollout, frame by frame", axes)
 
 
 def quality_by_bits(points: Sequence[Point], floor: float | None, prefix: str = "bits") -> str:
     """Quality (PSNR, dB) against bits per element; the front of undominated methods is joined."""
-    figure, axes = _figure(6.6, 3.7, "PSNR against BF16 in dB: higher is closer")
+    figure, axes = blank_figure(6.6, 3.7, "PSNR against BF16 in dB: higher is closer")
     front: list[Point] = []
     for point in sorted(points, key=lambda p: (p.bits, -p.quality)):
         if not front or point.quality > front[-1].quality:
@@ -150,7 +151,8 @@ def quality_by_bits(points: Sequence[Point], floor: float | None, prefix: str = 
     return inline_svg(figure, prefix, "Quality against size, one point a method")
 
 
-def _figure(width: float, height: float, title: str) -> tuple[Figure, Axes]:
+def blank_figure(width: float, height: float, title: str) -> tuple[Figure, Axes]:
+    """An empty plane in the page's placeholder colours."""
     figure = Figure(figsize=(width, height), layout="constrained")
     figure.patch.set_alpha(0.0)
     axes = figure.add_subplot()
@@ -221,8 +223,11 @@ def _cap(value: float) -> float:
     return CEILING_DB if math.isnan(value) else min(float(value), CEILING_DB)
 
 
-def inline_svg(figure: Figure, prefix: str, label: str) -> str:
-    """A figure drawn in placeholder colours as SVG for a page; `prefix` keeps its ids apart."""
+def inline_svg(figure: Figure, prefix: str, label: str, frames: Axes | None = None) -> str:
+    """A figure drawn in placeholder colours as SVG for a page; `prefix` keeps its ids apart.
+
+    ``frames`` are axes whose x counts frames: the page links them to its players.
+    """
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": prefix}):
         FigureCanvasSVG(figure).print_svg(
@@ -242,8 +247,25 @@ def inline_svg(figure: Figure, prefix: str, label: str) -> str:
     text = re.sub(r"#fe02(\w\w)", lambda match: f"var(--s{int(match[1], 16)})", text)
     size = re.search(r'viewBox="([^"]*)"', text)
     assert size is not None, "matplotlib always writes a viewBox"
-    opening = f'<svg class="plot" role="img" aria-label="{label}" viewBox="{size[1]}">'
+    linked = "" if frames is None else f" data-frames='{_frame_plane(frames, size[1])}'"
+    opening = f'<svg class="plot" role="img" aria-label="{label}" viewBox="{size[1]}"{linked}>'
     return re.sub(r"<svg[^>]*>", opening, text, count=1)
+
+
+def _frame_plane(axes: Axes, view_box: str) -> str:
+    """Edges of drawn axes in units of the view box, and the frames at the left and right one."""
+    _, _, width, height = map(float, view_box.split())
+    box = axes.get_position()
+    first, last = axes.get_xlim()
+    plane = {
+        "left": box.x0 * width,
+        "right": box.x1 * width,
+        "top": (1 - box.y1) * height,
+        "bottom": (1 - box.y0) * height,
+        "first": first,
+        "last": last,
+    }
+    return json.dumps({name: round(value, 3) for name, value in plane.items()})
 
 
 def _font(match: re.Match[str]) -> str:

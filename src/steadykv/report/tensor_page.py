@@ -145,9 +145,4 @@ def _facts(data: Mapping[str, Any]) -> dict[str, str]:
                                  for r in header["rows"]] or ["none"]),
             "keys are stored": f"{place} RoPE",
         }  # fmt: skip
-    return entries | {
-        "device": f"{environment['device']} ({environment['device_name']})",
-        "versions": f"steadykv {environment['steadykv']}, torch {environment['torch']}, "
-        f"Python {environment['python']}, {environment['system']}",
-        "commit": str(environment["commit"] or "unknown (not run from a checkout)"),
-    }
+    return entries | html.versions(environment)

@@ -20,7 +20,7 @@ Row = Mapping[str, Any]
 
 MARKERS = "os^Dv"
 # Colours of the light theme in page/page.css; a PNG cannot follow the reader's theme.
-LIGHT = {"dim": "#666b76", "line": "#e2e3e0", "ink": "#1b1d22"}
+LIGHT = {"dim": "#666b76", "line": "#e2e3e0", "ink": "#1b1d22", "paper": "#fbfbf9"}
 LIGHT_SERIES = (
     "#3d4350", "#c25a00", "#c2185b", "#0b6bbd", "#7a3fb8", "#0a7f6f", "#8a6a00", "#4a55c8",
 )  # fmt: skip
@@ -33,11 +33,16 @@ class Theme:
     dim: str
     line: str
     ink: str
+    paper: str
     series: tuple[str, ...]
 
 
 PAGE = Theme(
-    plots.DIM, plots.LINE, plots.INK, tuple(map(plots.colour_of, range(plots.SERIES_COUNT)))
+    plots.DIM,
+    plots.LINE,
+    plots.INK,
+    plots.PAPER,
+    tuple(map(plots.colour_of, range(plots.SERIES_COUNT))),
 )
 PRINT = Theme(**LIGHT, series=LIGHT_SERIES)
 

@@ -41,6 +41,7 @@ WORDS = (
     (22.0, "plainly visible differences"),
     (-math.inf, "a different picture"),
 )
+FOLLOWS = "The upright line moves with the players; a click on a curve takes them there."
 NUMBERS = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 
@@ -219,8 +220,9 @@ def about_shift(example: Mapping[str, Any]) -> str:
         "picture marks one such asking patch; the others mark, among the remembered patches that "
         "are packed, the one that gets most of the attention, with the original cache and with "
         "each packed one. Patches that are not packed yet take no part here, although the network "
-        "sees them too and one of them may get more. If packing changes the answer, the network "
-        f"copies from the wrong place. This query is {chosen}."
+        "sees them too and one of them may get more. Arrows lead from the question to each answer; "
+        "a click on a picture shows its frame in the players. If packing changes the answer, the "
+        f"network copies from the wrong place. This query is {chosen}."
     )
 
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
+from itertools import chain
 from pathlib import Path
 
 import av
@@ -48,13 +49,19 @@ def enlarge(frames: Frames, factor: int) -> Frames:
 
 def encode_mp4(frames: Frames, fps: Fraction | int, crf: int = CRF) -> bytes:
     """Encode to an H.264 MP4 (yuv420p, BT.709), in memory; odd sizes gain one repeated edge row."""
-    frames = check_frames(frames)
-    height, width = frames.shape[1:3]
-    padded = np.pad(frames, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), mode="edge")
+    return encode_images(check_frames(frames), fps, crf)
+
+
+def encode_images(images: Iterable[Frames], fps: Fraction | int, crf: int = CRF) -> bytes:
+    """The same for pictures [H, W, 3] that come one by one; a few are held at a time."""
+    images = iter(images)
+    first = next(images)
+    height, width = first.shape[:2]
+    edges = ((0, height % 2), (0, width % 2), (0, 0))
     buffer = io.BytesIO()
     with av.open(buffer, mode="w", format="mp4") as container:
         stream = container.add_stream("libx264", rate=Fraction(fps))
-        stream.width, stream.height = padded.shape[2], padded.shape[1]
+        stream.width, stream.height = width + width % 2, height + height % 2
         stream.pix_fmt = "yuv420p"
         stream.gop_size = KEY_FRAME_EVERY
         # A fixed count of threads, so that the file does not depend on the machine's cores.
@@ -62,8 +69,8 @@ def encode_mp4(frames: Frames, fps: Fraction | int, crf: int = CRF) -> bytes:
         # State the matrix that the conversion below uses: players guess by the size otherwise.
         stream.codec_context.colorspace = Colorspace.ITU709
         stream.codec_context.color_range = ColorRange.MPEG
-        for image in padded:
-            frame = av.VideoFrame.from_ndarray(image, format="rgb24")
+        for image in chain([first], images):
+            frame = av.VideoFrame.from_ndarray(np.pad(image, edges, mode="edge"), format="rgb24")
             frame = frame.reformat(
                 format="yuv420p",
                 dst_colorspace=Colorspace.ITU709,

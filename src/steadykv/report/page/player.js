@@ -1,129 +1,150 @@
-// Plays several takes of the same length in step. Every frame of a take lies in one lossless
-// picture (its sheet), so stepping is exact in every browser and differences are differences of
-// the true pixels, not of a video codec. Without scripts the page shows the plain videos instead.
-"use strict";
+// Plays several takes of the same length in step, in one of three views, with the flicker map above.
+// Without scripts the page shows the plain videos instead. Events of the document: "frame" says what
+// shows now, "seek" asks for another frame.
 for (const theatre of document.querySelectorAll(".theatre")) {
-  const { frames, width, height, sheetColumns, firstFrame, fps } = JSON.parse(theatre.dataset.film);
+  const facts = JSON.parse(theatre.dataset.film);
+  const { frames, width, height, firstFrame } = facts;
   const find = (selector) => theatre.querySelector(selector);
   const screens = [...theatre.querySelectorAll(".screen")].map((element) => ({
-    sheet: element.querySelector(".sheet"),
-    canvas: element.querySelector("canvas"),
+    glass: element.querySelector(".glass"),
+    picture: element.querySelector("canvas.picture").getContext("2d"),
+    heat: element.querySelector("canvas.heat").getContext("2d"),
+    divider: element.querySelector(".divider"),
     badge: element.querySelector(".badge"),
     now: element.querySelector(".now"),
     psnr: JSON.parse(element.dataset.psnr),
   }));
-  const reference = screens[0];
-  const scratch = Object.assign(document.createElement("canvas"), { width, height });
-  const scratchContext = scratch.getContext("2d", { willReadFrequently: true });
-  const state = { frame: 0, playing: false, speed: 1, view: "picture", gain: 8, light: 1, peek: false };
+  const reel = find(".reel");
+  const source = reel ? new ReelSource(facts, reel) : new SheetSource(facts, [...theatre.querySelectorAll(".sheet")]);
+  const scratch = newContext(source.mapWidth, source.mapHeight);
+  for (const { heat } of screens) Object.assign(heat.canvas, { width: source.mapWidth, height: source.mapHeight });
+  const state = { view: "picture", heat: false, gain: 8, bright: false, peek: false, wipe: 0.5 };
   const slider = find(".timeline input");
-  const HOLD_MS = 900; // the last frame stays for a moment before the film starts again
 
-  const pixels = (screen, frame) => {
-    const x = (frame % sheetColumns) * width;
-    const y = Math.floor(frame / sheetColumns) * height;
-    scratchContext.drawImage(screen.sheet, x, y, width, height, 0, 0, width, height);
-    return scratchContext.getImageData(0, 0, width, height);
+  const paintScreen = (screen, take) => {
+    const { view, gain, peek, wipe } = state;
+    const isCompared = take > 0 && !peek;
+    const isDifference = isCompared && view === "difference";
+    const isWiped = isCompared && view === "wipe";
+    if (isDifference) {
+      scratch.putImageData(greyImage(source.difference(take), gain, source.mapWidth, source.mapHeight), 0, 0);
+      screen.picture.drawImage(scratch.canvas, 0, 0, width, height);
+    }
+    else source.paint(screen.picture, peek ? 0 : take);
+    if (isWiped) {
+      screen.picture.save();
+      screen.picture.beginPath();
+      screen.picture.rect(0, 0, Math.round(wipe * width), height);
+      screen.picture.clip();
+      source.paint(screen.picture, 0);
+      screen.picture.restore();
+      screen.divider.style.left = `${100 * wipe}%`;
+    }
+    screen.divider.hidden = !isWiped;
+    const hasHeat = isCompared && state.heat;
+    screen.heat.canvas.hidden = !hasHeat;
+    if (hasHeat) screen.heat.putImageData(heatImage(source.heat(take), gain, source.mapWidth, source.mapHeight), 0, 0);
+    screen.picture.canvas.classList.toggle("bright", state.bright && !isDifference);
+    const words = peek && take > 0 ? ["original"] : [
+      isDifference && `difference ×${gain}`, isWiped && "left: original", hasHeat && `flicker ×${gain}`,
+    ].filter(Boolean);
+    if (words.length) screen.badge.textContent = words.join(" · ");
+    screen.badge.classList.toggle("on", words.length > 0);
+    const value = screen.psnr[source.frame - firstFrame];
+    screen.now.textContent = take === 0 ? "the original" : source.frame < firstFrame ? "given frame"
+      : value === undefined ? "" : value === null ? "identical" : `${value.toFixed(1)} dB`;
   };
 
   const draw = () => {
-    const { frame, view, gain, light, peek } = state;
-    const original = pixels(reference, frame);
-    for (const screen of screens) {
-      const own = peek || screen === reference ? new ImageData(original.data.slice(), width, height) : pixels(screen, frame);
-      const data = own.data;
-      const isDifference = view === "difference" && !peek && screen !== reference;
-      for (let i = 0; i < data.length; i += 4) {
-        if (isDifference) {
-          const gap = Math.abs(data[i] - original.data[i]) + Math.abs(data[i + 1] - original.data[i + 1]) +
-            Math.abs(data[i + 2] - original.data[i + 2]);
-          data[i] = data[i + 1] = data[i + 2] = (gap / 3) * gain;
-        } else if (light !== 1) {
-          for (let c = i; c < i + 3; c++) data[c] = 255 * Math.pow(data[c] / 255, 1 / light);
-        }
-      }
-      screen.canvas.getContext("2d").putImageData(own, 0, 0);
-      const shown = peek && screen !== reference ? "original" : isDifference ? `difference ×${gain}` : "";
-      if (shown) screen.badge.textContent = shown;
-      screen.badge.classList.toggle("on", Boolean(shown));
-      const value = screen.psnr[frame - firstFrame];
-      screen.now.textContent = screen === reference ? "the original"
-        : frame < firstFrame ? "given frame" : value === null || value === undefined ? "identical" : `${value.toFixed(1)} dB`;
-    }
-    slider.value = frame;
-    find("output").innerHTML = `<span class="word">frame </span>${frame} / ${frames - 1}`;
-    find(".play").textContent = state.playing ? "❚❚" : "▶";
-    find(".play").setAttribute("aria-label", state.playing ? "pause" : "play");
+    screens.forEach(paintScreen);
+    theatre.dataset.drawn = source.drawn;
+    slider.value = source.frame;
+    find("output").innerHTML = `<span class="word">frame </span>${source.frame} / ${frames - 1}`;
+    find(".play").textContent = source.playing ? "❚❚" : "▶";
+    find(".play").setAttribute("aria-label", source.playing ? "pause" : "play");
+    const most = 255 / state.gain;
+    find(".legend").hidden = !state.heat;
+    find(".legend span").textContent = `0 to ${most >= 10 ? Math.round(most) : most.toFixed(1)} grey levels: how ` +
+      `much the change from frame to frame differs from the original's, mean of ${facts.heatSteps} steps`;
+    document.dispatchEvent(new CustomEvent("frame", { detail: source.frame }));
   };
+  source.onframe = draw;
 
-  let last = 0, owed = 0;
-  const tick = (time) => {
-    if (!state.playing) return;
-    owed += Math.min(time - last, 250) * state.speed;
-    last = time;
-    const isLast = state.frame === frames - 1;
-    const duration = isLast ? HOLD_MS * state.speed : 1000 / fps;
-    if (owed >= duration) {
-      owed = isLast ? 0 : owed - duration;
-      state.frame = (state.frame + 1) % frames;
-      draw();
-    }
-    requestAnimationFrame(tick);
-  };
   const play = (on) => {
-    if (on && !state.playing) { last = performance.now(); owed = 0; requestAnimationFrame(tick); }
-    state.playing = on;
+    if (on) source.play(); else source.pause();
     draw();
   };
-  const seek = (frame) => { state.frame = Math.max(0, Math.min(frames - 1, frame)); draw(); };
-  const step = (by) => { state.playing = false; seek(state.frame + by); };
-  const peek = (on) => { if (state.peek !== on) { state.peek = on; draw(); } };
+  const seek = (frame) => {
+    source.pause();
+    source.seek(Math.max(0, Math.min(frames - 1, frame)));
+    draw();
+  };
+  const step = (by) => seek(source.frame + by);
+  const change = (part) => { Object.assign(state, part); draw(); };
+  const press = (button, on) => button?.setAttribute("aria-pressed", String(on));
   const view = (name) => {
-    state.view = name;
-    for (const button of theatre.querySelectorAll("[data-view]"))
-      button.setAttribute("aria-pressed", String(button.dataset.view === name));
-    draw();
+    for (const button of theatre.querySelectorAll("[data-view]")) press(button, button.dataset.view === name);
+    for (const screen of screens.slice(1)) screen.glass.classList.toggle("wiping", name === "wipe");
+    change({ view: name });
   };
+  const toggleView = (name) => view(state.view === name ? "picture" : name);
+  const heat = (on) => { press(find(".flicker"), on); change({ heat: on }); };
+  const bright = (on) => { press(find(".light"), on); change({ bright: on }); };
+  const peek = (on) => { if (state.peek !== on) change({ peek: on }); };
 
-  const peekButton = find(".peek");
-  find(".play").onclick = () => play(!state.playing);
+  find(".play").onclick = () => play(!source.playing);
   find(".back").onclick = () => step(-1);
   find(".forth").onclick = () => step(1);
-  slider.oninput = () => { state.playing = false; seek(Number(slider.value)); };
-  find(".speed").onchange = (event) => { state.speed = Number(event.target.value); };
-  find(".gain").onchange = (event) => { state.gain = Number(event.target.value); view("difference"); };
-  find(".light").onclick = (event) => {
-    state.light = state.light === 1 ? 1.8 : 1;
-    event.target.setAttribute("aria-pressed", String(state.light !== 1));
-    draw();
-  };
-  for (const button of theatre.querySelectorAll("[data-view]")) button.onclick = () => view(button.dataset.view);
-  peekButton.onpointerdown = (event) => { peekButton.setPointerCapture(event.pointerId); peek(true); };
-  peekButton.onpointerup = peekButton.onpointercancel = () => peek(false);
-  peekButton.oncontextmenu = (event) => event.preventDefault();
+  slider.oninput = () => seek(Number(slider.value));
+  find(".speed").onchange = (event) => { source.speed = Number(event.target.value); };
+  find(".light").onclick = () => bright(!state.bright);
+  document.addEventListener("seek", (event) => seek(event.detail));
   // A control used by mouse or finger gives the keyboard back, so that space means play again.
   theatre.addEventListener("pointerup", (event) => event.target.closest("button")?.blur());
-
-  document.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey) return;
-    const inControl = event.target.closest?.("button, select, summary, a");
-    const actions = {
-      " ": () => play(!state.playing), ArrowLeft: () => step(-1), ArrowRight: () => step(1),
-      Home: () => step(-frames), End: () => step(frames),
-      d: () => view(state.view === "picture" ? "difference" : "picture"), b: () => peek(true),
-    };
-    const action = actions[event.key];
-    if (!action || (inControl && [" ", "ArrowLeft", "ArrowRight"].includes(event.key))) return;
-    event.preventDefault();
-    action();
+  theatre.addEventListener("change", (event) => event.target.closest("select")?.blur());
+  addKeys({
+    " ": { press: () => play(!source.playing), words: "play or pause" },
+    ArrowLeft: { press: () => step(-1), words: "one frame back" },
+    ArrowRight: { press: () => step(1), words: "one frame forward" },
+    Home: { press: () => seek(0), words: "first frame" },
+    End: { press: () => seek(frames - 1), words: "last frame" },
   });
-  document.addEventListener("keyup", (event) => { if (event.key === "b") peek(false); });
 
-  Promise.all(screens.map((screen) => screen.sheet.decode())).then(() => {
+  if (screens.length > 1) {
+    find(".flicker").onclick = () => heat(!state.heat);
+    find(".gain").onchange = (event) => {
+      change({ gain: Number(event.target.value) });
+      if (!state.heat && state.view !== "difference") view("difference");
+    };
+    for (const button of theatre.querySelectorAll("[data-view]")) button.onclick = () => view(button.dataset.view);
+    const peekButton = find(".peek");
+    peekButton.onpointerdown = (event) => { peekButton.setPointerCapture(event.pointerId); peek(true); };
+    peekButton.onpointerup = peekButton.onpointercancel = () => peek(false);
+    peekButton.oncontextmenu = (event) => event.preventDefault();
+    for (const { glass } of screens.slice(1)) {
+      const move = (event) => {
+        if (state.view !== "wipe" || (event.pointerType !== "mouse" && !event.buttons)) return;
+        const { left, width: shown } = glass.getBoundingClientRect();
+        change({ wipe: Math.max(0, Math.min(1, (event.clientX - left) / shown)) });
+      };
+      glass.onpointerdown = (event) => { if (state.view === "wipe") glass.setPointerCapture(event.pointerId); move(event); };
+      glass.onpointermove = move;
+    }
+    addKeys({
+      d: { press: () => toggleView("difference"), words: "difference to the original" },
+      w: { press: () => toggleView("wipe"), words: "wipe: the original on the left" },
+      f: { press: () => heat(!state.heat), words: "flicker map" },
+      b: { press: () => peek(true), release: () => peek(false), words: "hold: the original everywhere" },
+    });
+  }
+
+  source.ready().then(() => {
     theatre.classList.add("playing-by-script");
-    // "#frame=30" opens the page at that frame, "#difference=30" in the difference view.
-    const link = location.hash.match(/^#(frame|difference)=(\d+)$/);
-    if (link) { view(link[1] === "difference" ? "difference" : "picture"); seek(Number(link[2])); }
+    // "#frame=30" opens the page at that frame, "#wipe=30", "#difference=30" and "#flicker=30" in that view.
+    const link = location.hash.match(/^#(frame|wipe|difference|flicker)=(\d+)$/);
+    if (link && link[1] === "flicker") heat(true);
+    else if (link && link[1] !== "frame") view(link[1]);
+    if (link) seek(Number(link[2]));
     else { draw(); if (!matchMedia("(prefers-reduced-motion: reduce)").matches) play(true); }
   });
 }
