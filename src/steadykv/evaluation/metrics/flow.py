@@ -81,9 +81,7 @@ def _warp(cv2: Any, image: np.ndarray, flow: np.ndarray) -> np.ndarray:
     height, width = flow.shape[:2]
     rows, columns = np.mgrid[:height, :width].astype(np.float32)
     places = columns + flow[..., 0], rows + flow[..., 1]
-    found: np.ndarray = cv2.remap(
-        image, *places, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE
-    )
+    found: np.ndarray = cv2.remap(image, *places, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 from torch.nn import functional
@@ -36,7 +37,9 @@ def temporal_energy(
     """
     frames = frame_batch(video, "video")
     count, height, width = frames.shape[1:4]
-    if not (len(edges) > 1 and edges[0] >= 0 and edges[-1] <= 0.5 and list(edges) == sorted(set(edges))):
+    if not (
+        len(edges) > 1 and edges[0] >= 0 and edges[-1] <= 0.5 and list(edges) == sorted(set(edges))
+    ):
         raise ConfigError(
             f"edges are {list(edges)}; expected rising fractions of the frame rate within 0 .. 0.5"
         )
@@ -59,7 +62,7 @@ def temporal_energy(
     by_frequency = power.flatten(1, -2).mean(dim=1)
     frequency = torch.arange(by_frequency.shape[-1], device=frames.device) / count
     found = {}
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in pairwise(edges):
         inside = (frequency >= low) & (frequency < high)
         if high == edges[-1]:
             inside |= frequency == high
