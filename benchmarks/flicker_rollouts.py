@@ -114,11 +114,14 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         pairs = [(index[method][key], value) for key, value in index[reference].items()]
         higher = sum(own > plain for own, plain in pairs)
         ratios = [own / plain for own, plain in pairs]
-        low, high = bootstrap_interval([own - plain for own, plain in pairs])
+        by_episode: dict[str, list[float]] = {}
+        for key, value in index[reference].items():
+            by_episode.setdefault(key[0], []).append(index[method][key] - value)
+        interval = bootstrap_interval(list(by_episode.values()))
         lines.append(
             f"{method:<9} mean {_mean(index[method].values()):.5f}  higher than {reference} in "
             f"{higher} of {len(pairs)} pairs ({higher / len(pairs):.0%}), median ratio "
-            f"{sorted(ratios)[len(ratios) // 2]:.2f}, difference {low:+.5f} to {high:+.5f}"
+            f"{sorted(ratios)[len(ratios) // 2]:.2f}, difference {float(interval.low):+.5f} to {float(interval.high):+.5f}"
         )
     return "\n".join(lines)
 

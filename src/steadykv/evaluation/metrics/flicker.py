@@ -52,11 +52,12 @@ def flicker_index(video: Frames) -> Tensor:
     hardly depends on its speed (docs/metrics.md): compare paired videos, not a number with zero.
     A change that lasts for two frames or more counts in its first and last frame at most.
 
-    Frames are averaged down by round(shorter side / 96), at least 1: the index sees flicker of areas
-    of a hundredth of the picture's height, and less of finer noise. Our own definition; the parts
-    are bidirectional motion compensation and minimum over both directions, as occlusion handling in
-    frame interpolation has them (e.g. Herbst, Seitz, Baker 2009). Allocates about 100 FP32 planes of
-    the averaged size. Raises NonFiniteError, ShapeError (no uint8 frames, too few, too small).
+    Frames are averaged down by round(shorter side / 96), at least 1: the index sees flicker of
+    areas of a hundredth of the picture's height, and less of finer noise. Our own definition; the
+    parts are bidirectional motion compensation and minimum over both directions, as occlusion
+    handling in frame interpolation has them (e.g. Herbst, Seitz, Baker 2009). Allocates about 100
+    FP32 planes of the averaged size. Raises NonFiniteError, ShapeError (no uint8 frames, too few,
+    too small).
     """
     frames = frame_batch(video, "video")
     count, height, width = frames.shape[1:4]
@@ -114,7 +115,7 @@ def _index(before: Tensor, middle: Tensor, after: Tensor) -> Tensor:
 
 
 def _unexplained(middle: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
-    """What motion from ``other`` leaves of ``middle``, FP32 [B, 3, H, W], and where it could look."""
+    """What motion from ``other`` leaves of ``middle``, FP32 [B, 3, H, W], and where it looked."""
     luma = torch.tensor(LUMA, device=middle.device)[:, None, None]
     dy, dx = match((middle * luma).sum(dim=1), (other * luma).sum(dim=1))
     flat_y, flat_x = (d.repeat_interleave(3, dim=0) for d in (dy, dx))

@@ -27,9 +27,10 @@ def warped_error_by_step(video: Frames, reference: Frames | None = None) -> torc
     belongs to the step into frame t; NaN where the mask is empty, as after a cut.
 
     Source: Lai et al. 2018 (arXiv 1808.00449), equations 8 and 9, with OpenCV's DIS flow (Kroeger
-    et al. 2016, its medium preset) in place of FlowNet2 and the occlusion mask of Ruder et al. 2016.
-    Numbers of another flow do not compare. Runs on the CPU; allocates about 150 bytes per pixel of
-    one frame. Raises BackendUnavailable (OpenCV is not installed), NonFiniteError, ShapeError.
+    et al. 2016, its medium preset) in place of FlowNet2 and the occlusion mask of Ruder et al.
+    2016. Numbers of another flow do not compare. Runs on the CPU; allocates about 150 bytes per
+    pixel of one frame. Raises BackendUnavailable (OpenCV is not installed), NonFiniteError,
+    ShapeError.
     """
     frames = frame_batch(video, "video")
     guide = frames if reference is None else frame_pair(reference, video)[0]
@@ -57,7 +58,7 @@ def warped_error_by_step(video: Frames, reference: Frames | None = None) -> torc
 
 
 def visible_pixels(forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
-    """Pixels of the first frame that the second one shows too: FP32 [H, W, 2] (x, y) -> bool [H, W].
+    """Pixels of the first frame that the second shows too: FP32 [H, W, 2] (x, y) -> bool [H, W].
 
     ``forward`` leads from the first frame to the second, ``backward`` the other way.
     """

@@ -1,4 +1,4 @@
-"""Where in temporal frequency a video changes: the spectrum along time of each block's brightness."""
+"""Where in temporal frequency a video changes: the spectrum of each block's brightness."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ def temporal_energy(
 ) -> dict[str, torch.Tensor]:
     """Variance along time of the blocks' luma in each band, {band: FP64 [] or [B]}.
 
-    ``video`` is uint8 [T, H, W, 3] or [B, T, H, W, 3]. A block is ``block`` x ``block`` pixels (what
-    is left at the right and lower edge is not looked at); its mean BT.601 luma over time, less the
-    mean, goes through a Hann window and a Fourier transform. Band [low, high) of ``edges``, in
-    fractions of the frame rate (the last one holds its upper edge), sums the power of its
-    frequencies, averaged over blocks: (full range of a pixel)², so that all bands together are the
-    variance. Names are "0.25-0.5" in fractions, or in Hz, "6-12 Hz", where ``fps`` is given.
+    ``video`` is uint8 [T, H, W, 3] or [B, T, H, W, 3]. A block is ``block`` x ``block`` pixels
+    (what is left at the right and lower edge is not looked at); its mean BT.601 luma over time,
+    less the mean, goes through a Hann window and a Fourier transform. Band [low, high) of
+    ``edges``, in fractions of the frame rate (the last one holds its upper edge), sums the power of
+    its frequencies, averaged over blocks: (full range of a pixel)², so that all bands together are
+    the variance. Names are "0.25-0.5" in fractions, or in Hz, "6-12 Hz", where ``fps`` is given.
 
     A static video gives exactly 0 and a constant offset changes nothing. Motion is not taken out:
     fast texture is fast energy (the flicker index tells them apart). Welch 1967, one segment.

@@ -9,7 +9,7 @@ from steadykv.evaluation.metrics.frames import PEAK, Frames, frame_batch
 
 
 def vbench_flickering(video: Frames) -> torch.Tensor:
-    """(255 - mean over steps of mean |v_t - v_(t-1)|) / 255, FP64 [] or [B]; a static video gives 1.
+    """(255 - mean over steps of mean |v_t - v_(t-1)|) / 255, FP64 [] or [B]; static videos give 1.
 
     ``video`` is uint8 [T, H, W, 3] or [B, T, H, W, 3]; no unit, higher is steadier. The formula of
     the dimension "temporal flickering" of VBench (Huang et al. 2024, section 4.1; `mae_seq` and
