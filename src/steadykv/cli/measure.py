@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json as json_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     from steadykv.evaluation.video_excerpt import Excerpt
 
 MEASURE_FILE, REPORT_FILE = "measure.json", "report.html"
-PAGE = "steadykv.report.measure_page"
 
 
 def measure(
@@ -85,14 +83,13 @@ def measure(
         options = MeasureOptions(lpips, ms_ssim, flicker_index, window, str(place))
         raise_on_interrupt()
         with VideoPair(a, b, pairing) as pair, claimed(folder):
-            excerpt = None if find_spec(PAGE) is None else Excerpt()
+            excerpt = Excerpt()
             measured = run(pair, options, excerpt=excerpt, on_progress=advance)
             data = measurement_data(
                 measured, options, pair, command=command_text(context.obj), excerpt=excerpt
             )
             write_json(folder / MEASURE_FILE, data)
-            if excerpt is not None:
-                _write_page(folder, data, excerpt)
+            _write_page(folder, data, excerpt)
             if table is not None:
                 write_csv(table, measured.rows())
     _show(folder, data, as_json=json)

@@ -9,7 +9,6 @@ from array import array
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 
 from steadykv.errors import ConfigError
 from steadykv.evaluation.metrics import (
+    flicker,
     flicker_by_step,
     frame_mse,
     lpips,
@@ -257,14 +257,11 @@ def _meters(side: int, options: MeasureOptions, notes: list[str]) -> dict[str, B
     if options.lpips and fits("LPIPS", lpips.SMALLEST):
         meters["lpips"] = partial(lpips.lpips_by_frame, model=lpips.LPIPS(options.device))
     meters["flicker_error"] = _Steps()
-    if options.flicker_index and find_spec("steadykv.evaluation.metrics.flicker") is not None:
-        from steadykv.evaluation.metrics import flicker
-
-        if fits("the flicker index", flicker.SMALLEST):
-            meters |= {
-                f"flicker_index_{letter}": _Index(number, flicker.flicker_index)
-                for number, letter in enumerate("ab")
-            }
+    if options.flicker_index and fits("the flicker index", flicker.SMALLEST):
+        meters |= {
+            f"flicker_index_{letter}": _Index(number, flicker.flicker_index)
+            for number, letter in enumerate("ab")
+        }
     return meters
 
 

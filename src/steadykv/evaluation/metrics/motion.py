@@ -79,7 +79,7 @@ def match(planes: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     pyramid = [(planes, other)]
     for _ in range(LEVELS):
         pyramid.append((_halved(pyramid[-1][0]), _halved(pyramid[-1][1])))
-    details = [tuple(plane - box_mean(plane, DETAIL) for plane in pair) for pair in pyramid]
+    details = [(a - box_mean(a, DETAIL), b - box_mean(b, DETAIL)) for a, b in pyramid]
     dy = torch.zeros(details[-1][0].shape, dtype=torch.long, device=planes.device)
     dx = dy.clone()
     for level in range(LEVELS, -1, -1):
