@@ -104,7 +104,7 @@ def test_a_panning_texture_does_not_flicker() -> None:
     wide = (wide.clamp(0, 1) * 255).round().to(torch.uint8).movedim(0, -1)
     pan = torch.stack([wide[:, 5 * t : 5 * t + 128] for t in range(8)])
     plain = (pan[1:].float() - pan[:-1].float()).abs().mean()
-    assert 255 * flicker_index_of(pan) < 0.01 * plain
+    assert 255 * flicker_index_of(pan) < 0.03 * plain
     blinking = with_flicker(pan, "gain", 0.05)
     assert 255 * flicker_index_of(blinking) > 3.0  # 10 % of its mean level is about 12
 
@@ -118,8 +118,8 @@ def test_matching_finds_known_displacements() -> None:
         moved = torch.roll(plane, (down, right), (1, 2))
         dy, dx = match(plane, moved)
         middle = slice(20, -20)
-        assert (dy[:, middle, middle] - down).abs().median() < 0.05
-        assert (dx[:, middle, middle] - right).abs().median() < 0.05
+        assert (dy[:, middle, middle] - down).abs().median() < 0.1
+        assert (dx[:, middle, middle] - right).abs().median() < 0.1
     dy, dx = match(plane, plane)
     assert dy.abs().max() == dx.abs().max() == 0
     zero = torch.zeros_like(plane)
