@@ -121,8 +121,8 @@ def summary(rows: Sequence[dict[str, Any]]) -> str:
         lines.append(
             f"{method:<9} mean {_mean(index[method].values()):.5f}  higher than {reference} in "
             f"{higher} of {len(pairs)} pairs ({higher / len(pairs):.0%}), median ratio "
-            f"{sorted(ratios)[len(ratios) // 2]:.2f}, difference {float(interval.low):+.5f} to "
-            f"{float(interval.high):+.5f}"
+            f"{sorted(ratios)[len(ratios) // 2]:.2f}, difference "
+            f"{float(interval.low):+.5f} to {float(interval.high):+.5f}"
         )
     return "\n".join(lines)
 

@@ -87,7 +87,8 @@ def match(planes: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
         if level < LEVELS:
             dy, dx = (2 * _enlarged(d, first.shape[1], first.shape[2]) for d in (dy, dx))
         dy, dx = _search(first, second, dy, dx, REACH if level == LEVELS else 1)
-    return _refined(*details[0], dy.float(), dx.float())
+    first, second = details[0]
+    return _refined(first, second, dy.float(), dx.float())
 
 
 def _search(
