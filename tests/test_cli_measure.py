@@ -8,7 +8,6 @@ import random
 import re
 import subprocess
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -17,8 +16,7 @@ from steadykv.cli.main import main
 from tests.videos import moving, noisy, write_video
 
 VIDEO = moving(12)
-PAGE = find_spec("steadykv.report.measure_page") is not None
-FILES = {"measure.json", "report.html"} if PAGE else {"measure.json"}
+FILES = {"measure.json", "report.html"}
 H264 = {"codec": "libx264", "pixel_format": "yuv420p"}
 
 
@@ -57,7 +55,7 @@ def test_measure_writes_its_folder_and_prints_a_table(
     assert [line.split()[0] for line in shown.out.splitlines() if "–" in line[:6]] == [
         "0–4", "5–9", "10–11",
     ]  # fmt: skip
-    last = "report.html" if PAGE else "measure.json"
+    last = "report.html"
     assert shown.out.rstrip().endswith(str(out / last))
     rows = list(csv.DictReader(table.open()))
     assert len(rows) == 12

@@ -14,7 +14,6 @@ import torch
 from benchmarks.flicker import with_flicker
 from benchmarks.flicker_clip import read_clip
 from steadykv.errors import BackendUnavailable, ConfigError, NonFiniteError, ShapeError
-from steadykv.evaluation.metrics import flow
 from steadykv.evaluation.metrics.flicker import (
     flicker_index,
     flicker_index_of,
@@ -238,4 +237,4 @@ def test_bad_input_is_refused_by_name(walk: torch.Tensor, monkeypatch: pytest.Mo
         tlpips_by_step(walk, walk[:3])
     monkeypatch.setitem(sys.modules, "cv2", None)
     with pytest.raises(BackendUnavailable, match=r"steadykv\[flow\]"):
-        flow._opencv()
+        warped_error_by_step(walk)

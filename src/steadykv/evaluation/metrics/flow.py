@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from steadykv.errors import BackendUnavailable, ShapeError
+from steadykv.errors import ShapeError
 from steadykv.evaluation.metrics.frames import PEAK, Frames, frame_batch, frame_pair
+from steadykv.evaluation.metrics.optional import optional_module
 
 SMALLEST = 16
 """Shortest side in which DIS finds its 8 x 8 patches."""
@@ -42,7 +43,7 @@ def warped_error_by_step(video: Frames, reference: Frames | None = None) -> torc
             f"frames are {height} x {width} pixels; optical flow expects at least "
             f"{SMALLEST} x {SMALLEST}: use larger frames"
         )
-    cv2 = _opencv()
+    cv2 = optional_module("cv2", "the warped error", "flow")
     estimator = cv2.DISOpticalFlow_create(cv2.DISOPTICAL_FLOW_PRESET_MEDIUM)
     errors = torch.empty(len(frames), count - 1, dtype=torch.float64)
     for row, (own, seen) in enumerate(zip(frames.cpu().numpy(), guide.cpu().numpy(), strict=True)):
@@ -62,7 +63,7 @@ def visible_pixels(forward: np.ndarray, backward: np.ndarray) -> np.ndarray:
 
     ``forward`` leads from the first frame to the second, ``backward`` the other way.
     """
-    cv2 = _opencv()
+    cv2 = optional_module("cv2", "the warped error", "flow")
     returned = _warp(cv2, backward, forward)
     length, back = (np.square(flow).sum(axis=-1) for flow in (forward, returned))
     mismatch = np.square(forward + returned).sum(axis=-1)
@@ -84,14 +85,3 @@ def _warp(cv2: Any, image: np.ndarray, flow: np.ndarray) -> np.ndarray:
     places = columns + flow[..., 0], rows + flow[..., 1]
     found: np.ndarray = cv2.remap(image, *places, cv2.INTER_LINEAR, borderMode=cv2.BORDER_REPLICATE)
     return found
-
-
-def _opencv() -> Any:
-    try:
-        import cv2
-    except ImportError as error:
-        raise BackendUnavailable(
-            f"OpenCV cannot be imported ({error}); the warped error expects it: "
-            "pip install 'steadykv[flow]'"
-        ) from error
-    return cv2
