@@ -110,3 +110,8 @@ def peak_bytes(run: Callable[[], Any]) -> int:
     with Allocations() as allocations:
         run()
     return allocations.peak
+
+
+def notes_of(caches: skv.AttachedCaches) -> list[str]:
+    """What was warned of, but for the size of small hosts' caches: statistics outweigh them."""
+    return [note for note in caches.notes if "more memory than in BF16" not in note]

@@ -28,6 +28,7 @@ from tests.hosts.checks import (
     assert_ledger_is_real,
     assert_packed_once,
     assert_same_state,
+    notes_of,
     peak_bytes,
     small_config,
     state_of,
@@ -130,7 +131,7 @@ def test_queries_reach_their_layer_though_keys_arrive_as_copies():
     # Windows 0 to 4 start at blocks 0, 0, 1, 2, 3; the last one's statistics wait for its block.
     # A rolling pass has 1, 2, 2, 2 blocks of queries, a clean one has one. Heads are not pooled.
     assert counts == [(1 + 2 + 2 + 2 + 4) * BLOCK] * LAYERS
-    assert not caches.notes
+    assert not notes_of(caches)
 
 
 def test_block_0_does_not_take_queries_of_another_frame():

@@ -22,6 +22,7 @@ from tests.hosts.checks import (
     assert_ledger_is_real,
     assert_packed_once,
     assert_same_state,
+    notes_of,
     peak_bytes,
     small_config,
     state_of,
@@ -126,7 +127,7 @@ def test_every_span_is_packed_once(method, rotates_on_read):
     for layer in caches["main"]:
         assert layer.encoded_tokens == 9 * FRAME  # the newest chunk too: `finalize` commits
         assert layer.held() == [(0, FRAME), (6 * FRAME, 9 * FRAME)]
-    assert caches.notes == []
+    assert not notes_of(caches)
 
 
 def test_what_is_packed_stays_as_it_is():
@@ -337,5 +338,5 @@ def test_nothing_is_warned_of():
         warnings.simplefilter("error")
         with skv.attach(real.wan(), preset="quantwm@group_size=16+centroids=4") as caches:
             pass
-    assert caches.notes == []
+    assert not notes_of(caches)
     assert len(caches) == 0

@@ -18,6 +18,7 @@ from tests.hosts.checks import (
     assert_ledger_is_real,
     assert_packed_once,
     assert_same_state,
+    notes_of,
     peak_bytes,
     small_config,
     state_of,
@@ -184,7 +185,7 @@ def test_queries_reach_the_statistics_of_their_layer_alone(on_batch_axis, per_qu
                 across = moment.moment[..., :DIM, DIM:]
                 assert not across.any()
                 assert moment.moment[..., DIM:, DIM:].any()
-    assert not [note for note in caches.notes if "queries" in note]
+    assert not notes_of(caches)
 
 
 def test_each_half_is_weighed_by_its_own_queries(monkeypatch):

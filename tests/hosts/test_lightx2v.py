@@ -14,6 +14,7 @@ from tests.hosts.checks import (
     assert_ledger_is_real,
     assert_packed_once,
     assert_same_state,
+    notes_of,
     peak_bytes,
     small_config,
     state_of,
@@ -67,7 +68,7 @@ def test_every_span_is_packed_once(method):
         assert layer.held() == [(0, 3 * FRAME), (24 * FRAME, 30 * FRAME)]
     caches.commit()
     assert caches.encoded_tokens == LAYERS * 30 * FRAME
-    assert caches.notes == []
+    assert not notes_of(caches)
 
 
 def test_each_step_packs_its_own_cache():
@@ -86,7 +87,7 @@ def test_queries_reach_the_statistics_of_their_layer_alone():
         runner.run(noise_of(9))
         counts = [int(x.stats.for_encoding(10).count.flatten()[0]) for x in caches["main"]]
     assert counts == [2 * 3 * 3 * FRAME] * LAYERS
-    assert caches.notes == []
+    assert not notes_of(caches)
 
 
 def test_one_warning_where_weights_are_not_loaded():

@@ -15,6 +15,7 @@ from tests.hosts.checks import (
     assert_ledger_is_real,
     assert_packed_once,
     assert_same_state,
+    notes_of,
     peak_bytes,
     small_config,
     state_of,
@@ -105,7 +106,7 @@ def test_a_segment_is_encoded_with_the_queries_of_its_own_clean_pass():
             q = clean[1][0].float()
             wanted = q.transpose(1, 2) @ q / q.shape[1]
             torch.testing.assert_close(moment.moment[0], wanted, rtol=1e-3, atol=1e-3)
-    assert not caches.notes
+    assert not notes_of(caches)
 
 
 def test_queries_change_what_is_stored():
@@ -228,7 +229,7 @@ def test_a_compiled_model_gives_the_same():
         got = long_video(host, [2, 2])
         assert_packed_once(caches["main"])
     assert_equal(got, wanted)
-    assert not caches.notes
+    assert not notes_of(caches)
     torch.compiler.reset()
 
 

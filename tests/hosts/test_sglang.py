@@ -14,6 +14,7 @@ from tests.hosts.checks import (
     assert_ledger_is_real,
     assert_packed_once,
     assert_same_state,
+    notes_of,
     peak_bytes,
     small_config,
     state_of,
@@ -73,7 +74,7 @@ def test_every_span_is_packed_once(method):
         assert layer.held() == [(0, 3 * FRAME), (24 * FRAME, 30 * FRAME)]
     caches.commit()
     assert caches.encoded_tokens == LAYERS * 30 * FRAME
-    assert caches.notes == []
+    assert not notes_of(caches)
 
 
 def test_queries_reach_the_statistics_of_their_layer_alone():
@@ -83,7 +84,7 @@ def test_queries_reach_the_statistics_of_their_layer_alone():
         for cache in caches:
             counts = [int(layer.stats.for_encoding(10).count.flatten()[0]) for layer in cache]
             assert counts == [2 * 3 * 3 * FRAME] * LAYERS  # two packed chunks of three passes
-    assert caches.notes == []
+    assert not notes_of(caches)
 
 
 def test_a_stage_whose_kernels_are_unknown_warns_once():
