@@ -122,12 +122,15 @@ class Session:
 
     def _restore_videos(self, result: ComparisonResult) -> None:
         """Those of methods that an interrupted run had finished. Raises PayloadError."""
+        from steadykv.evaluation.protocol import FLOORS
         from steadykv.report.video import encode_mp4, enlarge
 
         shared = result.rows[0]["configuration"]
         for row in result.rows:
             method = row["method"]
-            if method not in self.videos:
+            # A dense method that is not "bf16" has no rollouts of its own, and no video.
+            is_original = method != "bf16" and row["keys"] == row["values"] == "bf16"
+            if method not in self.videos and (method in FLOORS or not is_original):
                 frames = read_frames(self.folder / frames_file(method))
                 file = self.folder / video_file(method)
                 self.videos[method] = frames
