@@ -99,13 +99,11 @@ def test_films_of_other_sizes_are_refused() -> None:
         players(films, 12, 0)
 
 
-def test_pictures_one_by_one_make_the_same_film() -> None:
+def test_pictures_one_by_one_make_the_same_file() -> None:
     assert max(CRF, REEL_CRF) <= 14  # what does not hide flicker, at a video's own size
-    # Not the same bytes on a busy machine: the encoder's two threads share a rate control.
-    one, whole = (decode_mp4(data).astype(float) for data in
-                  (encode_images(iter(FIRST), 12), encode_mp4(FIRST, 12)))  # fmt: skip
-    assert one.shape == whole.shape == FIRST.shape
-    assert np.abs(one - whole).mean() < 0.5
+    # Of 500 encodes of the same YUV frames beside eight busy processes, libx264 made other bytes in
+    # two, with one thread as with two: so three tries, each of which asks for every byte.
+    assert any(encode_images(iter(FIRST), 12) == encode_mp4(FIRST, 12) for _ in range(3))
 
 
 # --- the page of two videos -----------------------------------------------------------------

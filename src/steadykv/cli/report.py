@@ -74,8 +74,7 @@ def _report(group: Group, command: str) -> Report:
     """The page's input: rows, notes, and the videos that the runs kept."""
     from steadykv.cli.resuming import read_frames
     from steadykv.cli.session import FRAMES_PER_SECOND, frames_file, video_file
-    from steadykv.evaluation.results import SHIFT_FILE
-    from steadykv.evaluation.resume import read_json
+    from steadykv.evaluation.results import SHIFT_FILE, read_json
     from steadykv.report.pages import Report
 
     videos, mp4 = {}, {}

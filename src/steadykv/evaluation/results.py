@@ -149,15 +149,19 @@ def read_metrics(path: str | Path) -> list[Row]:
     source = Path(path)
     if source.is_dir():
         source = source / METRICS_FILE
+    return check_rows(read_json(source), str(source))
+
+
+def read_json(path: Path) -> Any:
+    """The JSON in a file. Raises PayloadError for what cannot be read or is none."""
     try:
-        rows = json.loads(source.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PayloadError(
-            f"could not read {source}: {error.strerror}; expected a result"
+            f"could not read {path}: {error.strerror}; expected what compare wrote"
         ) from error
     except ValueError as error:
-        raise PayloadError(f"{source} is no JSON: {error}; expected what compare wrote") from error
-    return check_rows(rows, str(source))
+        raise PayloadError(f"{path} is no JSON: {error}; expected what compare wrote") from error
 
 
 def flatten(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -18,10 +18,10 @@ from typing import Any
 
 from steadykv.errors import ConfigError, PayloadError
 from steadykv.evaluation.aggregate import RolloutRecord
-from steadykv.evaluation.results import ROLLOUTS_FILE, SHIFT_FILE, as_read, write_json
+from steadykv.evaluation.results import ROLLOUTS_FILE, SHIFT_FILE, as_read, read_json, write_json
 from steadykv.evaluation.rollouts import BatchCost
 
-__all__ = ["PROGRESS_FILE", "Progress", "new_run", "read_json", "read_records"]
+__all__ = ["PROGRESS_FILE", "Progress", "new_run", "read_records"]
 
 PROGRESS_FILE = "progress.json"
 PROGRESS_VERSION = 1
@@ -128,18 +128,6 @@ class Progress:
         """What ``token_shift.json`` holds. Raises PayloadError when it is gone."""
         found: dict[str, Any] = read_json(folder / SHIFT_FILE)
         return found
-
-
-def read_json(path: Path) -> Any:
-    """The JSON in a file. Raises PayloadError for what cannot be read or is none."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise PayloadError(
-            f"could not read {path}: {error.strerror}; expected what compare wrote"
-        ) from error
-    except ValueError as error:
-        raise PayloadError(f"{path} is no JSON: {error}; expected what compare wrote") from error
 
 
 def read_records(path: Path) -> list[RolloutRecord]:

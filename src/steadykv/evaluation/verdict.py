@@ -61,12 +61,6 @@ class Difference:
         """Whether both bounds lie strictly on the same side of zero."""
         return self.low is not None and self.high is not None and not self.low <= 0.0 <= self.high
 
-    @classmethod
-    def from_entry(cls, entry: Mapping[str, Any], episodes: int) -> Difference:
-        """From ``{"mean": x, "interval": [low, high] or None}`` of a row."""
-        low, high = entry["interval"] or (None, None)
-        return cls(entry["mean"], low, high, episodes)
-
 
 @dataclass(frozen=True)
 class Verdict:

@@ -17,7 +17,7 @@ from steadykv.hosts.adapter import Adapter, Session
 from steadykv.hosts.aside import set_aside
 from steadykv.hosts.contract import module_of, need, need_arguments, need_function
 from steadykv.hosts.copies import Asked, observe_next_attention
-from steadykv.hosts.dicts import IndexedEntry
+from steadykv.hosts.dicts import IndexedEntry, geometry_of
 from steadykv.hosts.slices import SlicedLayer
 
 __all__ = ["ADAPTERS"]
@@ -29,8 +29,8 @@ LIST = "kv_cache_clean"
 class RollingEntry(IndexedEntry):
     """One layer's dict, which the host asks for `v` right before it attends."""
 
-    def __init__(self, side: SlicedLayer, device: torch.device, asked: Asked) -> None:
-        super().__init__(side, device)
+    def __init__(self, side: SlicedLayer, asked: Asked) -> None:
+        super().__init__(side)
         self.asked = asked
 
     def __getitem__(self, name: str) -> Any:
@@ -71,7 +71,7 @@ def install(session: Session, host: Any) -> None:
     attention = host.generator.model.blocks[0].self_attn
     asked = Asked()
     block = host.num_frame_per_block
-    changes = {}
+    changes: dict[str, Any] = {}
     if session.needs_queries and session.config.keys.first_span == "own":
         changes["first_span"] = "paper"
         session.warn(
@@ -82,10 +82,7 @@ def install(session: Session, host: Any) -> None:
     def initialize(_original: Any, batch_size: int, dtype: torch.dtype, device: Any) -> None:
         cache = session.build(
             "main",
-            layers=host.num_transformer_blocks,
-            heads=attention.num_heads,
-            head_dim=attention.head_dim,
-            frame_tokens=host.frame_seq_length,
+            **geometry_of(host, attention),
             dtype=dtype,
             device=device,
             # The clean pass reads the newest frames without block 0, which is fetched apart.
@@ -96,7 +93,7 @@ def install(session: Session, host: Any) -> None:
         sides = (
             SlicedLayer(layer, batch_size, session.readers, substitutes=False) for layer in cache
         )
-        entries = [RollingEntry(side, side.layer.geometry.device, asked) for side in sides]
+        entries = [RollingEntry(side, asked) for side in sides]
         setattr(host, LIST, entries)
 
     set_aside(session, host, (LIST,))

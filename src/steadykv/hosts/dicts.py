@@ -27,6 +27,7 @@ __all__ = [
     "DictCaches",
     "IndexedEntry",
     "check_pipeline",
+    "geometry_of",
     "module_of_forward",
     "replace_lists",
 ]
@@ -42,8 +43,9 @@ class IndexedEntry(dict[str, Any]):
     The host fills its index tensors in place; an index may be an int as well, replaced each pass.
     """
 
-    def __init__(self, side: SlicedLayer, device: torch.device) -> None:
+    def __init__(self, side: SlicedLayer) -> None:
         self.side = side
+        device = side.layer.geometry.device
         zeros = {
             name: torch.zeros(1, dtype=torch.long, device=device)
             for name in ("global_end_index", "local_end_index")
@@ -54,6 +56,16 @@ class IndexedEntry(dict[str, Any]):
         if name == "global_end_index" and int(value) == 0:
             self.side.reset()
         super().__setitem__(name, value)
+
+
+def geometry_of(host: Any, attention: Any) -> dict[str, Any]:
+    """Arguments of `Session.build` that every pipeline of this kind tells in the same words."""
+    return {
+        "layers": host.num_transformer_blocks,
+        "heads": attention.num_heads,
+        "head_dim": attention.head_dim,
+        "frame_tokens": host.frame_seq_length,
+    }
 
 
 def module_of_forward(attention: Any) -> ModuleType:
@@ -98,7 +110,7 @@ class DictCaches:
             )
             for layer in self.session.build(branch, **geometry)
         )
-        return [IndexedEntry(side, side.layer.geometry.device) for side in sides]
+        return [IndexedEntry(side) for side in sides]
 
 
 def check_pipeline(title: str, host: Any) -> None:
@@ -136,10 +148,7 @@ def replace_lists(
             entries = caches.build(
                 branch,
                 batch_size,
-                layers=host.num_transformer_blocks,
-                heads=attention.num_heads,
-                head_dim=attention.head_dim,
-                frame_tokens=host.frame_seq_length,
+                **geometry_of(host, attention),
                 dtype=dtype,
                 device=device,
                 window_frames=window_frames,

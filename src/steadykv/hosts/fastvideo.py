@@ -15,7 +15,7 @@ from torch import Tensor
 from steadykv.errors import HostError
 from steadykv.hosts.adapter import Adapter, Session
 from steadykv.hosts.contract import need, need_arguments
-from steadykv.hosts.dicts import IndexedEntry
+from steadykv.hosts.dicts import IndexedEntry, geometry_of
 from steadykv.hosts.queries import observe_attention
 from steadykv.hosts.slices import SlicedLayer
 from steadykv.hosts.trimmed import TrimmedTensor
@@ -82,10 +82,7 @@ def install(session: Session, host: Any) -> None:
             )
         cache = session.build(
             branch,
-            layers=host.num_transformer_blocks,
-            heads=attention.num_heads,
-            head_dim=attention.head_dim,
-            frame_tokens=host.frame_seq_length,
+            **geometry_of(host, attention),
             dtype=dtype,
             device=device,
             window_frames=None if local == -1 else local,
@@ -96,7 +93,7 @@ def install(session: Session, host: Any) -> None:
             side = SlicedLayer(layer, batch_size, session.readers, substitutes=not trims)
             if trims:
                 side.k, side.v = TrimmedTensor(side, "key"), TrimmedTensor(side, "value")
-            entries.append(IndexedEntry(side, layer.geometry.device))
+            entries.append(IndexedEntry(side))
         newest[branch] = weakref.ref(entries[0])
         return entries
 

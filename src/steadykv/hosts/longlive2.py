@@ -17,7 +17,7 @@ from steadykv.hosts.aside import set_aside
 from steadykv.hosts.cloned import DeferredLayer
 from steadykv.hosts.contract import module_of, need, need_arguments, need_function
 from steadykv.hosts.copies import Asked, observe_next_attention
-from steadykv.hosts.dicts import IndexedEntry
+from steadykv.hosts.dicts import IndexedEntry, geometry_of
 
 __all__ = ["ADAPTERS"]
 
@@ -65,10 +65,7 @@ def install(session: Session, host: Any) -> None:
     def entries(branch: str, batch: int, dtype: torch.dtype, device: Any) -> list[IndexedEntry]:
         cache = session.build(
             branch,
-            layers=host.num_transformer_blocks,
-            heads=attention.num_heads,
-            head_dim=attention.head_dim,
-            frame_tokens=host.frame_seq_length,
+            **geometry_of(host, attention),
             dtype=dtype,
             device=device,
             window_frames=host.local_attn_size,
@@ -77,7 +74,7 @@ def install(session: Session, host: Any) -> None:
         found = []
         for layer in cache:
             place = layer.geometry.device
-            entry = IndexedEntry(DeferredLayer(layer, batch, session.readers, asked=asked), place)
+            entry = IndexedEntry(DeferredLayer(layer, batch, session.readers, asked=asked))
             entry.update(
                 quantized=False,
                 block_token_size=block_tokens,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from steadykv.cache import LayerCache
-from steadykv.hosts.packed_window import PackedWindow
+from steadykv.hosts.packed_window import PackedWindow, attends_packed
 
 if TYPE_CHECKING:
     from steadykv.hosts.adapter import Session
@@ -52,8 +52,10 @@ def observe_attention(
     names: of the first three arguments, where a host passes them by name.
     Where keys and values are all that a layer attends to, and still packed (`PackedWindow`),
     attention is computed from the packed cache; they are decoded where the host passes more than
-    three arguments, as for a mask.
+    three arguments, as for a mask. Without effect where neither is wanted.
     """
+    if not (session.needs_queries or attends_packed(session)):
+        return
 
     def attention(original: Any, *args: Any, **kwargs: Any) -> Any:
         found = {**dict(zip(names, args, strict=False)), **kwargs}

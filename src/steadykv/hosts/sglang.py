@@ -14,6 +14,7 @@ from torch import nn
 
 from steadykv.errors import HostError
 from steadykv.hosts.adapter import Adapter, Session
+from steadykv.hosts.aside import set_aside
 from steadykv.hosts.contract import need, need_arguments
 from steadykv.hosts.queries import observe_attention
 from steadykv.hosts.sglang_cache import KVView, SGLangCache
@@ -52,14 +53,7 @@ def kernels(host: Any) -> list[nn.Module]:
 def install(session: Session, host: Any) -> None:
     """Replace the allocation, and let attention show its queries."""
     branch = "main"
-    for name in ("causal_kv_cache", "causal_kv_cache_neg"):
-        if getattr(host, name, None) is not None:
-            session.warn(
-                f"{name} was allocated before: its memory stays in use; attach before the first "
-                f"run, or set {name} to None"
-            )
-        if name in vars(host):
-            session.patches.set(host, name, None)
+    set_aside(session, host, ("causal_kv_cache", "causal_kv_cache_neg"))
 
     def allocate(
         _original: Any,

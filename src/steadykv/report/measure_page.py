@@ -44,19 +44,13 @@ METRICS = {
     "ssim": Known("SSIM", "at most 1", "Structural similarity; 1 is the same picture."),
     "ms_ssim": Known("MS-SSIM", "at most 1", "SSIM over several sizes of detail; 1 is the same."),
     "lpips": Known("LPIPS", "0 is best", "Distance as a trained network sees it; 0 is the same."),
-    "flip": Known("FLIP", "0 is best", "Difference that shows when two pictures alternate; 0 is "
-                  "the same."),
-    "vmaf": Known("VMAF", "0 to 100", "Predicted opinion of viewers; more is better.", 2),
     "flicker_error": Known("flicker error", "0 is best", "How much the change from frame to frame "
                            "differs from the first video's; full range of a pixel is 1."),
-    "tlpips": Known("tLPIPS", "0 is best", "Difference of the two videos' LPIPS from frame to "
-                    "frame; 0 is the same."),
     "flicker_index": Known("flicker index", "0 is calm", "Flicker of one video alone, with its "
                            "motion taken out."),
     "flicker_index_a": Known("flicker index", "first video", "Flicker of the first video alone, "
                              "with its motion taken out; 0 is calm."),
     "flicker_index_b": Known("flicker index", "second video", "The same of the second video."),
-    "warped_error": Known("warped error", "0 is best", "Change that motion does not explain."),
 }  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from steadykv.errors import ConfigError, ShapeError
-from steadykv.evaluation.metrics.frames import PEAK, Frames, check_window, frame_batch
+from steadykv.evaluation.metrics.frames import PEAK, Frames, check_sides, check_window, frame_batch
 from steadykv.evaluation.metrics.motion import displaced, lies_inside, match, softened
 from steadykv.evaluation.metrics.ssim import LUMA
 from steadykv.evaluation.metrics.temporal_energy import temporal_energy
@@ -63,11 +63,7 @@ def flicker_index(video: Frames) -> Tensor:
     count, height, width = frames.shape[1:4]
     if count < 3:
         raise ShapeError(f"video has {count} frames; the flicker index expects at least 3")
-    if min(height, width) < SMALLEST:
-        raise ShapeError(
-            f"frames are {height} x {width} pixels; the flicker index expects at least "
-            f"{SMALLEST} x {SMALLEST}: use larger frames"
-        )
+    check_sides(frames, SMALLEST, "the flicker index")
     factor = max(1, round(min(height, width) / WORKING_SIDE))
     before, middle = (_planes(frames[:, index], factor) for index in (0, 1))
     values = []

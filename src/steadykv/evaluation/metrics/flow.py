@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from steadykv.errors import ShapeError
-from steadykv.evaluation.metrics.frames import PEAK, Frames, frame_batch, frame_pair
+from steadykv.evaluation.metrics.frames import PEAK, Frames, check_sides, frame_batch, frame_pair
 from steadykv.evaluation.metrics.optional import optional_module
 
 SMALLEST = 16
@@ -35,14 +35,10 @@ def warped_error_by_step(video: Frames, reference: Frames | None = None) -> torc
     """
     frames = frame_batch(video, "video")
     guide = frames if reference is None else frame_pair(reference, video)[0]
-    count, height, width = frames.shape[1:4]
+    count = frames.shape[1]
     if count < 2:
         raise ShapeError(f"video has {count} frame; the warped error expects at least 2")
-    if min(height, width) < SMALLEST:
-        raise ShapeError(
-            f"frames are {height} x {width} pixels; optical flow expects at least "
-            f"{SMALLEST} x {SMALLEST}: use larger frames"
-        )
+    check_sides(frames, SMALLEST, "optical flow")
     cv2 = optional_module("cv2", "the warped error", "flow")
     estimator = cv2.DISOpticalFlow_create(cv2.DISOPTICAL_FLOW_PRESET_MEDIUM)
     errors = torch.empty(len(frames), count - 1, dtype=torch.float64)

@@ -61,6 +61,18 @@ def frame_pair(reference: Frames, video: Frames) -> tuple[torch.Tensor, torch.Te
     return first, second.to(first.device), batched
 
 
+def check_sides(
+    video: torch.Tensor, smallest: int, metric: str, instead: str = ": use larger frames"
+) -> None:
+    """Raises ShapeError where a side of [B, T, H, W, 3] is under ``smallest`` pixels."""
+    height, width = video.shape[2:4]
+    if min(height, width) < smallest:
+        raise ShapeError(
+            f"frames are {height} x {width} pixels; {metric} expects at least {smallest} x "
+            f"{smallest}{instead}"
+        )
+
+
 def check_window(start: int, end: int | None, frames: int) -> tuple[int, int]:
     """Frames ``start`` .. ``end`` - 1 of a video of ``frames`` frames (``None``: to its end).
 

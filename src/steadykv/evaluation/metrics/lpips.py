@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from torch.nn import functional
 
 from steadykv.errors import ConfigError, PayloadError, ShapeError
-from steadykv.evaluation.metrics.frames import Frames, frame_pair
+from steadykv.evaluation.metrics.frames import Frames, check_sides, frame_pair
 from steadykv.ops.precision import full_precision
 
 FORMAT = "steadykv-lpips-alexnet-1"
@@ -119,11 +119,7 @@ class LPIPS:
                 f"frames have shape {tuple(a.shape)}; expected [N, H, W, 3]: "
                 "use lpips_by_frame for batches of videos"
             )
-        if min(first.shape[2:4]) < SMALLEST:
-            raise ShapeError(
-                f"frames are {first.shape[2]} x {first.shape[3]} pixels; LPIPS expects at least "
-                f"{SMALLEST} x {SMALLEST}: use larger frames"
-            )
+        check_sides(first, SMALLEST, "LPIPS")
         with full_precision(self.device), _full_convolutions(self.device):
             return self._distance(first[0].to(self.device), second[0].to(self.device))
 

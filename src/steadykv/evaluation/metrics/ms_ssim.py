@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from steadykv.errors import ShapeError
-from steadykv.evaluation.metrics.frames import Frames, frame_pair
+from steadykv.evaluation.metrics.frames import Frames, check_sides, frame_pair
 from steadykv.evaluation.metrics.ssim import (
     WINDOW,
     check_channels,
@@ -58,12 +57,8 @@ def ms_ssim_by_frame(reference: Frames, video: Frames, channels: str = "luma") -
     """
     check_channels(channels)
     first, second, batched = frame_pair(reference, video)
-    height, width = first.shape[2:4]
-    if min(height, width) < SMALLEST:
-        raise ShapeError(
-            f"frames are {height} x {width} pixels; MS-SSIM expects at least {SMALLEST} x "
-            f"{SMALLEST} for its {len(WEIGHTS)} scales: use larger frames, or SSIM"
-        )
+    instead = f" for its {len(WEIGHTS)} scales: use larger frames, or SSIM"
+    check_sides(first, SMALLEST, "MS-SSIM", instead)
     band = gaussian_band(first.device)
 
     def of_frame(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

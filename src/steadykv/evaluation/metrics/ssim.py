@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from steadykv.errors import ConfigError, ShapeError
-from steadykv.evaluation.metrics.frames import PEAK, Frames, frame_pair
+from steadykv.errors import ConfigError
+from steadykv.evaluation.metrics.frames import PEAK, Frames, check_sides, frame_pair
 from steadykv.ops.precision import full_precision
 
 # Constants of the 2004 paper, section III-C.
@@ -104,12 +104,7 @@ def ssim_by_frame(reference: Frames, video: Frames, channels: str = "rgb") -> to
     """
     check_channels(channels)
     first, second, batched = frame_pair(reference, video)
-    height, width = first.shape[2:4]
-    if min(height, width) < WINDOW:
-        raise ShapeError(
-            f"frames are {height} x {width} pixels; SSIM expects at least {WINDOW} x {WINDOW}: "
-            "use larger frames"
-        )
+    check_sides(first, WINDOW, "SSIM")
     band = gaussian_band(first.device)
 
     def of_frame(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from steadykv.errors import BackendUnavailable, ShapeError
-from steadykv.evaluation.metrics.frames import Frames, frame_pair
+from steadykv.errors import BackendUnavailable
+from steadykv.evaluation.metrics.frames import Frames, check_sides, frame_pair
 from steadykv.evaluation.metrics.optional import optional_module
 
 MODEL = "vmaf_v0.6.1"
@@ -46,11 +46,7 @@ def vmaf_by_frame(reference: Frames, video: Frames) -> torch.Tensor:
     ShapeError (sizes differ, a side under 32 pixels) or NonFiniteError.
     """
     first, second, batched = frame_pair(reference, video)
-    if min(first.shape[2:4]) < SMALLEST:
-        raise ShapeError(
-            f"frames are {first.shape[2]} x {first.shape[3]} pixels; VMAF expects at least "
-            f"{SMALLEST} x {SMALLEST}: use larger frames"
-        )
+    check_sides(first, SMALLEST, "VMAF")
     try:
         program = optional_module("imageio_ffmpeg", "VMAF", "vmaf").get_ffmpeg_exe()
     except RuntimeError as error:
