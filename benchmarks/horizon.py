@@ -6,12 +6,12 @@
 
 Every walk starts with its three true frames and then turns `--sweep` frames left, as many right,
 and so on. Methods are caches; bf16, which all are compared with, always runs, and "floor" is bf16
-with another implementation of attention. Measures are those of docs/long-horizon.md: PSNR against
-bf16 and drift by windows of one there-and-back, so that every window sees the same headings;
-revisit consistency within and beyond the model's window of frames. `--videos` keeps the raw frames
-in a folder (WALK-METHOD-SWEEP-SEED.npy) and takes those that are there, if long enough: frames do
-not depend on later ones. `--features` adds the proxy's drift (extra `features`), of every fourth
-frame.
+with another implementation of attention. All walks and seeds are one batch. Measures are those of
+docs/long-horizon.md: PSNR against bf16 and drift by windows of one there-and-back, so that every
+window sees the same headings; revisit consistency within and beyond the model's window of frames.
+`--videos` keeps the raw frames in a folder (WALK-METHOD-SWEEP-SEED.npy) and takes those that are
+there, if long enough: frames do not depend on later ones. `--features` adds the proxy's drift
+(extra `features`), of every fourth frame.
 """
 
 from __future__ import annotations
@@ -39,22 +39,30 @@ from steadykv.evaluation.rollouts import run_batch
 from steadykv.world import Episodes, WorldModel, load_episodes, load_world
 
 REFERENCE = "bf16"
+Rollout = tuple[int, int]
+"""Number of a walk, and seed."""
 FEATURE_STRIDE = 4
 """Every so many frames go through the proxy: 0.6 s each on a busy core."""
 
 
-def scripted_walk(world: WorldModel, number: int, frames: int, sweep: int) -> Episodes:
-    """A held-out walk whose buttons are replaced after its true frames."""
-    walk = load_episodes([number])
+def scripted_walks(world: WorldModel, numbers: Sequence[int], frames: int, sweep: int) -> Episodes:
+    """Held-out walks whose buttons are replaced after their true frames."""
+    walks = load_episodes(numbers)
     context = world.config.chunk_frames
-    actions = scripted(walk.actions[0, :context].numpy(), there_and_back(frames, sweep))
-    return Episodes(walk.frames, torch.from_numpy(actions)[None], walk.names)
+    turns = there_and_back(frames, sweep)
+    actions = np.stack([scripted(own[:context].numpy(), turns) for own in walks.actions])
+    return Episodes(walks.frames, torch.from_numpy(actions), walks.names)
 
 
 def roll_out(
-    world: WorldModel, walk: Episodes, method: str, policy: CachePolicy, frames: int, seed: int
+    world: WorldModel,
+    walks: Episodes,
+    seeds: Sequence[int],
+    method: str,
+    policy: CachePolicy,
+    frames: int,
 ) -> torch.Tensor:
-    """The raw frames of one method, uint8 [T, H, W, 3]; prints how fast they come."""
+    """Raw frames, uint8 [B, T, H, W, 3], of all walks at a time; prints how fast they come."""
     name = REFERENCE if method == FLOOR else method
     config = Protocol((name,), policy=policy, shift=None).configurations()[name]
     began = time.perf_counter()
@@ -62,31 +70,54 @@ def roll_out(
     def on_chunk(done: int, total: int) -> None:
         if done % 20 == 0 or done == total:
             seconds = time.perf_counter() - began
-            print(f"{walk.names[0]} {method}: chunk {done}/{total}, {seconds:.0f} s", flush=True)
+            print(f"{len(walks)} of {method}: chunk {done}/{total}, {seconds:.0f} s", flush=True)
 
     video, _ = run_batch(
-        world, walk, [seed], config,
+        world, walks, seeds, config,
         frames=frames,
         first_packed_frame=first_packed_frame(policy, world.config.chunk_frames),
         method=method,
         attention="math" if method == FLOOR else "sdpa",
         on_chunk=on_chunk,
     )  # fmt: skip
-    return video[0]
+    return video
 
 
-def kept_or_rolled_out(folder: Path | None, name: str, length: int, make: Any) -> torch.Tensor:
-    """The first `length` frames of the file `name` in `folder`, or of `make()`, which is kept."""
-    path = None if folder is None else folder / f"{name}.npy"
-    if path is not None and path.exists():
-        video = np.load(path)
-        if len(video) >= length:
-            return torch.from_numpy(video[:length])
-    made = make()
-    if path is not None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        np.save(path, made.numpy())
-    return made
+class Videos:
+    """Raw frames by method, walk and seed: kept in a folder, made where they are not there."""
+
+    def __init__(self, world: WorldModel, policy: CachePolicy, given: argparse.Namespace) -> None:
+        self.world, self.policy, self.given = world, policy, given
+        self.length = world.config.chunk_frames + given.frames
+
+    def of(self, method: str) -> dict[Rollout, torch.Tensor]:
+        """uint8 [T, H, W, 3] of every walk and seed."""
+        wanted = [(walk, seed) for seed in self.given.seeds for walk in self.given.walks]
+        kept = ((which, self._kept(method, which)) for which in wanted)
+        found = {which: video for which, video in kept if video is not None}
+        missing = [which for which in wanted if which not in found]
+        if missing:
+            numbers, seeds = zip(*missing, strict=True)
+            walks = scripted_walks(self.world, numbers, self.given.frames, self.given.sweep)
+            made = roll_out(self.world, walks, seeds, method, self.policy, self.given.frames)
+            for which, video in zip(missing, made, strict=True):
+                found[which] = video
+                if self.given.videos is not None:
+                    self.given.videos.mkdir(parents=True, exist_ok=True)
+                    np.save(self._path(method, which), video.numpy())
+        return found
+
+    def _path(self, method: str, which: Rollout) -> Path:
+        walk, seed = which
+        name = f"{walk}-{method.replace(':', '+')}-{self.given.sweep}-{seed}.npy"
+        folder: Path = self.given.videos
+        return folder / name
+
+    def _kept(self, method: str, which: Rollout) -> torch.Tensor | None:
+        if self.given.videos is None or not self._path(method, which).exists():
+            return None
+        video = np.load(self._path(method, which))
+        return torch.from_numpy(video[: self.length]) if len(video) >= self.length else None
 
 
 def rows_of(
@@ -142,53 +173,52 @@ def feature_rows(
                    "unit": "1 - cosine", "value": value}  # fmt: skip
 
 
-def measure_walk(
-    world: WorldModel, number: int, methods: Sequence[str], given: argparse.Namespace
+def measure(
+    world: WorldModel, methods: Sequence[str], given: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """All rows of one walk, bf16 first."""
+    """All rows, bf16 first."""
     shape = world.config
-    walk = scripted_walk(world, number, given.frames, given.sweep)
-    context, length = shape.chunk_frames, shape.chunk_frames + given.frames
     policy = CachePolicy(
         span_chunks=2, window_frames=shape.window_frames, sink_frames=shape.sink_frames
     )
-    visits = revisits(
-        turn_poses(walk.actions[0].numpy(), start=context),
-        window_frames=shape.window_frames,
-        chunk_frames=shape.chunk_frames,
-        sink_frames=shape.sink_frames,
-    )
     facts = environment(next(world.parameters()).device)
     shared = {
-        "walk": number, "episode": walk.names[0], "frames": given.frames, "sweep": given.sweep,
-        "seed": given.seed, "window": 2 * given.sweep, "torch": facts["torch"],
-        "device": facts["device"], "commit": facts["commit"],
+        "frames": given.frames, "sweep": given.sweep, "window": 2 * given.sweep,
+        "torch": facts["torch"], "device": facts["device"], "commit": facts["commit"],
     }  # fmt: skip
-    reference, rows = None, []
+    videos = Videos(world, policy, given)
+    references: dict[Rollout, torch.Tensor] = {}
+    rows = []
     for method in methods:
-        video = kept_or_rolled_out(
-            given.videos,
-            f"{number}-{method.replace(':', '+')}-{given.sweep}-{given.seed}",
-            length,
-            lambda method=method: roll_out(world, walk, method, policy, given.frames, given.seed),
-        )
-        found = rows_of(
-            video, reference, visits, window=2 * given.sweep, features=given.features,
-            start=first_packed_frame(policy, shape.chunk_frames),
-        )  # fmt: skip
-        rows += [{"method": method} | row | shared for row in found]
+        found = videos.of(method)
+        for (walk, seed), video in found.items():
+            scripted_one = scripted_walks(world, [walk], given.frames, given.sweep)
+            visits = revisits(
+                turn_poses(scripted_one.actions[0].numpy(), start=shape.chunk_frames),
+                window_frames=shape.window_frames,
+                chunk_frames=shape.chunk_frames,
+                sink_frames=shape.sink_frames,
+            )
+            own = rows_of(
+                video, references.get((walk, seed)), visits,
+                window=2 * given.sweep,
+                features=given.features,
+                start=first_packed_frame(policy, shape.chunk_frames),
+            )  # fmt: skip
+            named = {"walk": walk, "episode": scripted_one.names[0], "seed": seed}
+            rows += [{"method": method} | row | named | shared for row in own]
         if method == REFERENCE:
-            reference = video
+            references = found
     return rows
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """A few lines a method: the ends of the curves, and the revisits."""
     lines = []
-    for walk, method in dict.fromkeys((row["walk"], row["method"]) for row in rows):
-        own = [r for r in rows if (r["walk"], r["method"]) == (walk, method)]
+    for which in dict.fromkeys((row["walk"], row["seed"], row["method"]) for row in rows):
+        own = [r for r in rows if (r["walk"], r["seed"], r["method"]) == which]
         values = {(r["measure"], r["part"]): r["value"] for r in own}
-        lines.append(f"walk {walk}, {method}, {own[0]['frames']} frames")
+        lines.append("walk {}, seed {}, {}, {} frames".format(*which, own[0]["frames"]))
         for kind in ("within", "beyond"):
             if ("revisit.same.psnr", kind) in values:
                 same, other = (values.get((f"revisit.{side}.psnr", kind), math.nan)
@@ -211,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     methods = [REFERENCE, *(name for name in given.methods if name != REFERENCE)]
     device = checked_device(given.device)
     world = load_world(device=device, dtype=network_dtype(device))
-    rows = [row for walk in given.walks for row in measure_walk(world, walk, methods, given)]
+    rows = measure(world, methods, given)
     print(table(rows))
     if given.csv is not None:
         given.csv.parent.mkdir(parents=True, exist_ok=True)
@@ -230,7 +260,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--methods", nargs="+", default=["qvg"], help="floor, presets, keys:values")
     parser.add_argument("--frames", type=int, default=720, help="generated, a multiple of 3")
     parser.add_argument("--sweep", type=int, default=24, help="frames of a turn to one side")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--device", default="cpu", help="of the rollouts: cpu, cuda or cuda:N")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--features", action="store_true", help="also the proxy's drift")

@@ -27,7 +27,7 @@ def test_rows_of_a_walk(tiny: None, tmp_path: Path, capsys: pytest.CaptureFixtur
     threads = torch.get_num_threads()
     given = ["--walks", "1", "--methods", "floor", "qvg", "--frames", "60", "--sweep", "9"]
     horizon.main([*given, "--videos", str(raw), "--csv", str(path), "--threads", str(threads)])
-    assert "walk 1, qvg, 60 frames" in capsys.readouterr().out
+    assert "walk 1, seed 0, qvg, 60 frames" in capsys.readouterr().out
     with path.open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert [*dict.fromkeys(row["method"] for row in rows)] == ["bf16", "floor", "qvg"]
@@ -57,9 +57,35 @@ def test_rows_of_a_walk(tiny: None, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert {value for _, value in of("qvg", "psnr")} == {float("inf")}
 
 
+def test_walks_and_seeds_of_one_batch_are_those_of_each_alone(tiny: None, tmp_path: Path) -> None:
+    path, raw = tmp_path / "rows.csv", tmp_path / "raw"
+    shape = ["--frames", "30", "--sweep", "9", "--threads", str(torch.get_num_threads())]
+    horizon.main(["--walks", "1", "--seeds", "5", *shape, "--videos", str(raw)])
+    alone = np.load(raw / "1-qvg-9-5.npy")
+    for name in raw.iterdir():
+        name.unlink()
+    horizon.main(
+        ["--walks", "0", "1", "--seeds", "4", "5", *shape, "--videos", str(raw), "--csv", str(path)]
+    )
+    assert np.abs(np.load(raw / "1-qvg-9-5.npy").astype(int) - alone).mean() < 0.5
+    assert np.abs(np.load(raw / "1-qvg-9-4.npy").astype(int) - alone).mean() > 2.0
+    with path.open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    which = {(row["walk"], row["seed"], row["method"]) for row in rows}
+    assert len(which) == 8
+    for row in rows:
+        if row["method"] == "qvg" and row["measure"] == "psnr" and row["part"] == "6":
+            pair = (
+                np.load(raw / f"{row['walk']}-{name}-9-{row['seed']}.npy")
+                for name in ("bf16", "qvg")
+            )
+            expected = float(psnr(*(torch.from_numpy(video) for video in pair), 6, 24))
+            assert float(row["value"]) == pytest.approx(expected)
+
+
 def test_a_walk_keeps_its_true_frames_and_turns_after_them(tiny: None) -> None:
     world = tiny_world()
-    walk = horizon.scripted_walk(world, 2, 12, 3)
+    walk = horizon.scripted_walks(world, [2], 12, 3)
     true = tiny_episodes(4).select([2])
     assert walk.names == true.names
     assert torch.equal(walk.frames, true.frames)
