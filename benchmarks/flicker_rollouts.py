@@ -1,14 +1,15 @@
 """Do packed caches flicker more than BF16? The no-reference index of paired rollouts.
 
-    python -m benchmarks.flicker_rollouts --episodes 32 --frames 9 --dtype bfloat16 \\
-        --videos /tmp/flicker --csv benchmarks/results/flicker-rollouts.csv
+    python -m benchmarks.flicker_rollouts --device cuda --episodes 64 --batch 32 --seeds 2 3 \\
+        --methods bf16 floor qvg quantwm --videos /tmp/flicker --csv rows.csv
 
 Held-out episodes of the embedded world model, the same actions and noise for every method; spans of
 two chunks and 32 centroids, as `steadykv compare` has them; "floor" is BF16 with another
 implementation of attention. Videos are kept in --videos, one batch of episodes a file, so that an
 interrupted run continues and another index needs no new rollouts; those that are not there are
-made. Judged are frames from the first that reads packed data on (an element of the index needs its
-two neighbours, so the first one judged touches a frame before).
+made. Judged are --judged frames from the first that reads packed data on (an element of the index
+needs its two neighbours, so the frames before and behind are touched as well): later the paired
+videos show other places, and differ by that.
 """
 
 from __future__ import annotations
@@ -86,7 +87,9 @@ class Rollouts:
         return made
 
 
-def measure(rollouts: Rollouts, episodes: int, seeds: Sequence[int]) -> list[dict[str, Any]]:
+def measure(
+    rollouts: Rollouts, episodes: int, seeds: Sequence[int], judged: int
+) -> list[dict[str, Any]]:
     """A row for each method, episode and seed."""
     rows = []
     facts = environment(rollouts.device)
@@ -98,8 +101,8 @@ def measure(rollouts: Rollouts, episodes: int, seeds: Sequence[int]) -> list[dic
                 video = rollouts.video(method, first, seed)
                 reference = video if reference is None else reference
                 start = rollouts.first_packed
-                index = flicker_index_of(video, start)
-                error = flicker_error(reference, video, start)
+                index = flicker_index_of(video.to(rollouts.device), start, start + judged)
+                error = flicker_error(reference, video, start, start + judged)
                 for row in range(rollouts.batch):
                     rows.append(
                         {
@@ -109,6 +112,7 @@ def measure(rollouts: Rollouts, episodes: int, seeds: Sequence[int]) -> list[dic
                             "flicker_index": index[row].item(),
                             "flicker_error": error[row].item(),
                             "first_frame": start,
+                            "judged": judged,
                             "frames": video.shape[1],
                             "world_dtype": str(rollouts.dtype).removeprefix("torch."),
                             **facts,
@@ -152,7 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--episodes", type=int, default=32, help="a multiple of --batch")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--frames", type=int, default=9, help="generated ones")
+    parser.add_argument("--frames", type=int, default=15, help="generated ones")
+    parser.add_argument("--judged", type=int, default=9, help="frames of the index")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="the first is the reference")
     parser.add_argument("--device", default="cpu", help="of the rollouts: cpu, cuda or cuda:N")
     parser.add_argument("--batch", type=int, default=4, help="episodes that are made at a time")
@@ -166,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     dtype, device = getattr(torch, given.dtype), checked_device(given.device)
     rollouts = Rollouts(given.videos, given.frames, dtype, given.methods, device, given.batch)
     with torch.no_grad():
-        rows = measure(rollouts, given.episodes, given.seeds)
+        rows = measure(rollouts, given.episodes, given.seeds, given.judged)
     print(summary(rows))
     if given.csv is not None:
         write_csv(given.csv, rows)

@@ -37,20 +37,25 @@ def flicker_index(video: Frames) -> Tensor:
     ``video`` is uint8 [T, H, W, 3] or [B, T, H, W, 3] with sides of at least 16. Element t - 1
     belongs to frame t. With a = v_t - v_(t-1) and b = v_t - v_(t+1), the neighbours read where
     :func:`motion.match` finds each pixel of v_t, and v_t softened as that reading softens them
-    (three channels, means of absolute values over them):
+    (three channels, means of absolute values over them), and with g the slope of the luma of
+    v_t - (a + b) / 3, the mean of the three matched frames (central differences after a mean over
+    3 x 3 pixels, in grey levels per pixel):
 
-        e = min(|a|, |b|, |a + b|),   index = (mean of sqrt(e) over pixels)²
+        e = min(|a|, |b|, |a + b|),   index = (mean of sqrt(e))² / sqrt(1 + mean of g)
 
     A step of motion or an uncovered background is explained by one neighbour, so that the minimum
     leaves it out; a fade has a = -b; what comes and goes from frame to frame has both, with one
     sign. The mean of square roots keeps few badly matched pixels from outweighing the rest, and
-    still doubles when all e double. Pixels whose place lies outside either neighbour do not count;
-    NaN where there are none.
+    still doubles when all e double. What matching misses of moving texture grows with about the
+    root of its slopes from picture to picture, and texture hides flicker from the eye (spatial
+    masking), hence the denominator; its 1, one grey level per pixel, is for pictures without any.
+    Pixels whose place lies outside either neighbour do not count; NaN where there are none.
 
-    Unit: the full range of a pixel, 0 .. 1. Static video gives exactly 0, a constant offset changes
-    nothing (but for what it saturates). Moving real video has a floor of 0.002 to 0.006, which
-    hardly depends on its speed (docs/metrics.md): compare paired videos, not a number with zero.
-    A change that lasts for two frames or more counts in its first and last frame at most.
+    Unit: the full range of a pixel, 0 .. 1, in a picture without texture. Static video gives
+    exactly 0, a constant offset changes nothing (but for what it saturates), blur lowers it. Moving
+    real video has a floor of 0.0003 to 0.003, which hardly depends on its speed (docs/metrics.md):
+    compare paired videos, not a number with zero. A change that lasts for two frames or more counts
+    in its first and last frame at most.
 
     Frames are averaged down by round(shorter side / 96), at least 1: the index sees flicker of
     areas of a hundredth of the picture's height, and less of finer noise. Our own definition; the
@@ -100,21 +105,37 @@ def _planes(frames: Tensor, factor: int) -> Tensor:
 
 
 def _index(before: Tensor, middle: Tensor, after: Tensor) -> Tensor:
-    """Index in grey levels, FP64 [B], of frames FP32 [B, 3, H, W]."""
+    """The index, FP64 [B], of frames FP32 [B, 3, H, W] in grey levels."""
     a, inside_before = _unexplained(middle, before)
     b, inside_after = _unexplained(middle, after)
     smaller = torch.minimum(a.abs().mean(dim=1), b.abs().mean(dim=1))
-    left = torch.minimum(smaller, (a + b).abs_().mean(dim=1)).sqrt_().double()
+    left = torch.minimum(smaller, (a + b).abs_().mean(dim=1))
+    slopes = _slope(_luma(middle - (a + b) / 3.0))
     counted = inside_before & inside_after
-    mean = (left * counted).flatten(1).sum(dim=1) / counted.flatten(1).sum(dim=1)
-    return mean.square()
+    number = counted.flatten(1).sum(dim=1)
+    root, slope = (
+        (x.double() * counted).flatten(1).sum(dim=1) / number for x in (left.sqrt_(), slopes)
+    )
+    return root.square() / (1.0 + slope).sqrt()
+
+
+def _slope(luma: Tensor) -> Tensor:
+    """Length of the gradient of FP32 [B, H, W] after a mean over 3 x 3 pixels."""
+    p = functional.pad(luma[:, None], (2, 2, 2, 2), mode="replicate")
+    p = functional.avg_pool2d(p, 3, 1)[:, 0]
+    down, across = p[:, 2:, 1:-1] - p[:, :-2, 1:-1], p[:, 1:-1, 2:] - p[:, 1:-1, :-2]
+    return torch.hypot(down, across) / 2.0
 
 
 def _unexplained(middle: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """What motion from ``other`` leaves of ``middle``, FP32 [B, 3, H, W], and where it looked."""
-    luma = torch.tensor(LUMA, device=middle.device)[:, None, None]
-    dy, dx = match((middle * luma).sum(dim=1), (other * luma).sum(dim=1))
+    dy, dx = match(_luma(middle), _luma(other))
     flat_y, flat_x = (d.repeat_interleave(3, dim=0) for d in (dy, dx))
     own, seen = middle.flatten(0, 1), other.flatten(0, 1)
     left = softened(own, flat_y, flat_x) - displaced(seen, flat_y, flat_x)
     return left.view_as(middle), lies_inside(dy, dx)
+
+
+def _luma(frame: Tensor) -> Tensor:
+    """FP32 [B, H, W] of FP32 [B, 3, H, W]."""
+    return (frame * torch.tensor(LUMA, device=frame.device)[:, None, None]).sum(dim=1)
