@@ -9,14 +9,23 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from steadykv import KVCache, preset
 from steadykv.cli.main import main
 from steadykv.errors import ShapeError
 from steadykv.evaluation.metrics import flicker_error
 from steadykv.report import html, measure_page, theatre
 from steadykv.report.heat import HEAT_STEPS, difference, flicker_heat, halved, to_grey
 from steadykv.report.measure_page import lead, show
-from steadykv.report.memory import memory_by_part, parts_of
+from steadykv.report.memory import (
+    LOOKS,
+    TRANSIENT,
+    WORDS,
+    memory_by_part,
+    memory_columns,
+    parts_of,
+)
 from steadykv.report.theatre import REEL_CRF, Film, fits_a_sheet, players
 from steadykv.report.video import CRF, decode_mp4, encode_images, encode_mp4
 from tests.browser.results import bench_rows, measured
@@ -191,16 +200,38 @@ def test_memory_is_drawn_by_the_parts_that_rows_have() -> None:
     newer = row | {"resident_parts": parts}
     assert parts_of(newer, by_part=True) == {
         "codes": 2 << 20, "scales": 1 << 19, "open chunk (BF16)": 1 << 19,
+        "more at the peak": 2 << 20,
     }  # fmt: skip
     svg = memory_by_part([newer, newer | {"method": "qvg"}])
     assert ">codes<" in svg
     assert ">QVG<" in svg
-    assert ">3.00<" in svg
-    bar = r'<path d="M ([\d.]+) [\d.]+\s+L ([\d.]+) [^"]*z\s*" [^>]*fill: var\(--s[123]\)'
-    widths = [float(right) - float(left) for left, right in re.findall(bar, svg)]
-    assert widths[0] == pytest.approx(4 * widths[2], rel=0.02)  # codes, scales, open of the first
-    assert "more at the peak" not in svg
-    assert "more at the peak" in memory_by_part([newer, row | {"method": "qvg"}])
+    assert ">3.00 + 2.00<" in svg
+    bar = r'<path d="M ([\d.]+) [\d.]+\s+L ([\d.]+) [^"]*z\s*" [^>]*fill: var\(--s[0-7]\)'
+    codes, scales, open_chunk, peak = [
+        float(right) - float(left) for left, right in re.findall(bar, svg)
+    ][:4]
+    assert codes == pytest.approx(4 * scales, rel=0.02)
+    assert scales == pytest.approx(open_chunk, rel=0.02)
+    assert codes == pytest.approx(peak, rel=0.02)
+    assert "held at the end" not in svg
+    assert "held at the end" in memory_by_part([newer, row | {"method": "qvg"}])
+    assert dict(memory_columns([newer]))["codes"] == ["2.000"]
+
+
+def test_every_part_of_a_ledger_has_its_own_look() -> None:
+    """No two parts share a colour and an opacity, and every word of the ledger is known."""
+    drawn = [LOOKS[name] for name in (*WORDS.values(), TRANSIENT)]
+    assert len(set(drawn)) == len(drawn)
+    config = preset("quantwm", centroids=8)
+    cache = KVCache(num_layers=1, num_heads=2, head_dim=64, frame_tokens=16,
+                    config=config, layout="BSHD")  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    for start in range(0, 240, 48):
+        q, k, v = torch.randn(3, 1, 48, 2, 64, generator=generator).bfloat16()
+        cache[0].write(k, v, start)
+        cache[0].observe_queries(q)
+        cache.commit()
+    assert set(cache.ledger().parts) <= set(WORDS)
 
 
 def test_the_page_of_times_shows_its_rows(tmp_path: Path) -> None:
