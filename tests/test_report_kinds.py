@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -17,7 +18,8 @@ from steadykv.errors import ShapeError
 from steadykv.evaluation.metrics import flicker_error
 from steadykv.report import html, measure_page, theatre
 from steadykv.report.heat import HEAT_STEPS, difference, flicker_heat, halved, to_grey
-from steadykv.report.measure_page import lead, show
+from steadykv.report.measure_figures import show
+from steadykv.report.measure_page import lead
 from steadykv.report.memory import (
     LOOKS,
     TRANSIENT,
@@ -150,7 +152,7 @@ def test_players_of_a_scaled_excerpt_say_so() -> None:
 
 def test_identical_videos_are_called_that() -> None:
     data = short_data(summary={"psnr": "inf", "ssim": 1.0}, by_frame={"psnr": ["inf"] * 12})
-    assert lead(data, ["a.mp4", "b.mp4"]) == [
+    assert lead([data], ["b.mp4"], "a.mp4") == [
         "b.mp4 shows the same pixels as a.mp4 in all of its 12 frames, 1.0 seconds."
     ]
     page = measure_page.measure_page(data, FIRST, FIRST)
@@ -167,11 +169,34 @@ def test_numbers_of_the_summary_as_text() -> None:
     assert show("psnr", -math.inf) == "−∞"
 
 
-def test_a_long_film_is_cut_and_the_page_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_page, "PLAYER_PIXELS", 5 * 64 * 96)
-    page = measure_page.measure_page(short_data(), FIRST, SECOND)
-    assert "The players show the first 5 of 12 frames" in page
-    assert '"frames": 5' in page.replace("&quot;", '"')
+def test_players_of_a_part_say_which_and_count_its_frames() -> None:
+    """Ten of 12 frames, from the third of the compared ones on, which begin with frame 100 of A."""
+    excerpt = {"start": 102, "frames": 10, "width": 96, "height": 64}
+    data = short_data(start=100, excerpt=excerpt)
+    page = measure_page.measure_page(data, FIRST[2:], SECOND[2:])
+    assert "The players show frames 102 to 111, 10 of the 12 that were measured" in page
+    assert "their own size, 96 × 64, and are encoded without loss" in page
+    facts = json.loads(Reader(page).named("section")[0]["data-film"] or "")
+    assert (facts["start"], facts["frames"]) == (102, 10)
+    (plane, *_) = re.findall(r"data-frames='(.*?)'", page)
+    assert (json.loads(plane)["first"], json.loads(plane)["last"]) == (99.5, 111.5)
+    assert "The shaded frames are those that the players have." in page
+    psnr = json.loads(
+        Reader(page).named("figure", **{"class": "screen crisp"})[1]["data-psnr"] or ""
+    )
+    assert psnr == [33.0, 31.0] * 5  # frames 102 on; the list begins with frame 100
+
+
+def test_a_page_that_would_be_too_large_shows_the_worst_part() -> None:
+    data = short_data()
+    data["by_frame"]["flicker_error"] = [0.01] * 8 + [0.5, 0.01, 0.01]
+    whole = len(measure_page.measure_page(data, FIRST, SECOND))
+    page = measure_page.measure_page(data, FIRST, SECOND, most_bytes=1000)
+    count = measure_page.FEWEST_FRAMES
+    assert f"The players show frames 4 to 11, {count} of the 12" in page
+    assert "More of them would make this page larger than 0 MB" in page
+    assert len(page) < whole
+    assert f'"frames": {count}' in page.replace("&quot;", '"')
 
 
 def test_videos_that_do_not_pair_are_refused() -> None:
