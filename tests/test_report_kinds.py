@@ -272,9 +272,12 @@ def test_the_page_of_times_shows_its_rows(tmp_path: Path) -> None:
     assert f"Nearest to the limit is {best['work']}" in words
 
 
-def test_bench_writes_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_writes_its_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = tmp_path / "bench.html"
     small = ["--heads", "1", "--tokens", "96", "--queries", "24", "--seconds", "0"]
+    monkeypatch.chdir(tmp_path)
     command = ["bench", "--device", "cpu", *small, "--works", "decode", "--methods", "qvg"]
     assert main([*command, "--report", str(page)]) == 0
     assert " ".join(command) in page.read_text("utf-8")

@@ -16,7 +16,7 @@ from steadykv.evaluation.video_excerpt import worst_start
 from steadykv.report import html, text
 from steadykv.report.measure_figures import METRICS, colour, figures, known, number, show
 from steadykv.report.theatre import REEL_CRF, Film, fits_a_sheet, players
-from steadykv.report.video import CRF, Frames, check_frames, encode_mp4
+from steadykv.report.video import Frames, check_frames, encode_mp4
 
 Data = Mapping[str, Any]
 
@@ -216,7 +216,6 @@ def _facts(runs: Sequence[Data], labels: Sequence[str]) -> dict[str, str]:
     entries["compared"] = f"{first['frames']} frames, {float(first['fps']):g} a second"
     if len(runs) > 1:
         entries["commands"] = "; ".join(str_command(data["command"]) for data in runs)
-    entries["films"] = f"lossless pictures or x264 at crf {REEL_CRF} (without scripts: crf {CRF})"
     return entries | html.versions(first["environment"])
 
 
