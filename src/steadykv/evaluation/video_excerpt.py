@@ -125,8 +125,18 @@ class Excerpt:
         first = worst_start(flicker, self.most)
         if first == self.first or self._seen <= self.most:
             return
+        self.read(first, self._seen, paths, on_progress)
+
+    def read(
+        self,
+        first: int,
+        frames: int,
+        paths: tuple[str, str],
+        on_progress: Callable[[int, int, str], None] | None = None,
+    ) -> None:
+        """Read the part that begins with frame `first` of the `frames` that are compared."""
         start = self.pairing.start + first
-        part = replace(self.pairing, start=start, end=start + self.most)
+        part = replace(self.pairing, start=start, end=start + min(self.most, frames - first))
         self.first, self._held, self._seen = first, 0, first
         with VideoPair(*paths, part) as pair:
             for chunk in pair.chunks():

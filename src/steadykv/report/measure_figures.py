@@ -80,7 +80,12 @@ def colour(index: int) -> int:
     return COLOURS[index % len(COLOURS)]
 
 
-def figures(runs: Sequence[Data], labels: Sequence[str], shown: range | None = None) -> list[str]:
+def figures(
+    runs: Sequence[Data],
+    labels: Sequence[str],
+    shown: range | None = None,
+    prefix: str = "by-frame",
+) -> list[str]:
     """One figure a metric that has values by frame, one line a judged video.
 
     runs: measurements of the same frames of the same reference. shown: frames (of the reference)
@@ -103,8 +108,8 @@ def figures(runs: Sequence[Data], labels: Sequence[str], shown: range | None = N
         if any(value is not None for line, _ in lines for value in line):
             figure, axes = _figure(name.removesuffix(FIRST) if is_pair else name, lines, runs[0],
                                    shown)  # fmt: skip
-            prefix = f"by-frame-{len(result)}"
-            result.append(plots.inline_svg(figure, prefix, escape(f"{title} by frame"), axes))
+            name = f"{prefix}-{len(result)}"
+            result.append(plots.inline_svg(figure, name, escape(f"{title} by frame"), axes))
     return result
 
 

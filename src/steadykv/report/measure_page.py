@@ -76,6 +76,13 @@ def measured_page(
     )
 
 
+def measured_section(runs: Sequence[Data], number: int) -> list[str]:
+    """Table and figures of one group of measurements on a page of several."""
+    labels = _labels(runs)
+    drawn = figures(runs, labels, prefix=f"group-{number}")
+    return [_table(runs, labels), f'<div class="pair">{"".join(map(html.figure, drawn))}</div>']
+
+
 def _theatre(
     runs: Sequence[Data],
     films: Sequence[Frames],

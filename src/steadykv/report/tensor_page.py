@@ -32,7 +32,7 @@ class TensorReport:
 def tensor_page(report: TensorReport) -> str:
     """The whole page as one HTML document that needs no other file and no network."""
     rows = report.rows
-    body = [html.paragraphs(report.data["notes"], "note"), _table(rows)]
+    body = [html.paragraphs(report.data["notes"], "note"), tensor_table(rows)]
     for drawing in report.drawings:
         body += [html.heading(drawing.title), html.figure(drawing.svg())]
     body += [
@@ -86,7 +86,8 @@ def lead(rows: Sequence[Row]) -> list[str]:
     return [f"{error}.", size, warning]
 
 
-def _table(rows: Sequence[Row]) -> str:
+def tensor_table(rows: Sequence[Row]) -> str:
+    """The numbers of every method."""
     columns = tensor_measures(rows)
     series = series_of(rows)
     lines = [
