@@ -8,10 +8,14 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from steadykv.capture import Selection
 from steadykv.cli.main import main
+from steadykv.cli.report_kinds import films_of
+from steadykv.evaluation import video_excerpt
+from steadykv.evaluation.merge_kinds import group_runs
 from steadykv.evaluation.world_capture import capture_world
 from tests.test_report_pages import Reader
 from tests.videos import moving, noisy, write_video
@@ -81,6 +85,34 @@ def test_videos_of_one_reference_play_on_one_page(runs: Path, tmp_path: Path) ->
     figure = re.search(r"<svg[^>]*PSNR of each video by frame.*?</svg>", page, re.S)
     assert figure is not None
     assert {"--s1", "--s3"} <= set(re.findall(r"stroke: var\((--s\d)\)", figure[0]))
+
+
+def test_the_players_show_the_worst_part_under_its_own_numbers(
+    runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 14 frames the tenth flickers; there is room for four of three videos."""
+    video = moving(14)
+    worse = video.copy()
+    worse[9] = 255 - worse[9]
+    for name, frames in {"e": video, "f": noisy(video), "g": worse}.items():
+        write_video(tmp_path / f"{name}.mkv", frames)
+    for name in "fg":
+        pair = [str(tmp_path / f"{letter}.mkv") for letter in ("e", name)]
+        assert main(["measure", *pair, *QUICK, "--start", "1", "--out", str(tmp_path / name)]) == 0
+    monkeypatch.setattr(video_excerpt, "OWN_PIXELS", 6 * 48 * 64)
+    (group,) = group_runs("measure", [tmp_path / "f", tmp_path / "g"])
+    films, start = films_of(group)
+    assert [len(film) for film in films] == [4, 4, 4]
+    assert start < 9 < start + 3  # with the frames before and after it
+    assert np.array_equal(films[0], video[start : start + 4])
+    assert np.array_equal(films[2], worse[start : start + 4])
+    page, _ = report(tmp_path, tmp_path / "out", "f", "g")
+    assert json.loads(Reader(page).named("section")[0]["data-film"] or "")["start"] == start
+    assert f"The players show frames {start} to {start + 3}, 4 of the 13" in page
+    shown = Reader(page).named("figure", **{"class": "screen crisp"})[2]
+    assert [value is None for value in json.loads(shown["data-psnr"] or "")] == [
+        t != 9 for t in range(start, start + 4)
+    ]  # None: identical
 
 
 def test_without_the_videos_there_are_no_players(runs: Path, tmp_path: Path) -> None:

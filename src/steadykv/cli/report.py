@@ -87,8 +87,8 @@ def _other_kind(
     groups = group_runs(kind, runs)
     raise_on_interrupt()
     with claimed(folder):
-        films = films_of(groups[0]) if kind == "measure" and len(groups) == 1 else []
-        page = merged_kind_page(kind, groups, films, command)
+        shown = films_of(groups[0]) if kind == "measure" and len(groups) == 1 else ([], 0)
+        page = merged_kind_page(kind, groups, command, *shown)
         merged = merged_data(kind, groups)
         write_json(folder / MERGED_FILE, merged)
         rows = [

@@ -29,10 +29,11 @@ def merged_data(kind: str, groups: Sequence[KindGroup]) -> dict[str, Any]:
     return {"version": 1, "kind": kind, "groups": found}
 
 
-def films_of(group: KindGroup) -> list[Frames]:
+def films_of(group: KindGroup) -> tuple[list[Frames], int]:
     """The worst part of the reference and of each judged video, read from their files again.
 
-    Empty, with a note of the group, where a file is gone or no longer what was measured.
+    And the frame of the reference that they begin with. No films, and a note of the group, where a
+    file is gone or no longer what was measured.
     """
     from steadykv.evaluation.video_excerpt import ExcerptOptions, worst_start
 
@@ -48,8 +49,8 @@ def films_of(group: KindGroup) -> list[Frames]:
             films += pair if not films else pair[1:]
     except (SteadyKVError, OSError) as error:
         group.notes.append(f"There are no players: {error}.")
-        return []
-    return films
+        return [], 0
+    return films, int(data[0]["start"]) + first
 
 
 def _part(run: KindRun, first: int, most: int) -> list[Frames]:

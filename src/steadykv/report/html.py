@@ -153,6 +153,11 @@ def heading(text: str) -> str:
     return f"<h2>{escape(text)}</h2>"
 
 
+def subheading(text: str) -> str:
+    """A heading within a section."""
+    return f"<h3>{escape(text)}</h3>"
+
+
 def paragraphs(texts: Sequence[str], css_class: str = "") -> str:
     """One escaped paragraph a text."""
     mark = f' class="{css_class}"' if css_class else ""

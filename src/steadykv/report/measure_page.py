@@ -39,16 +39,18 @@ def measured_page(
     command: str,
     most_bytes: int | None = PAGE_BYTES,
     notes: Sequence[str] = (),
+    start: int | None = None,
 ) -> str:
     """The whole page as one HTML document that needs no other file and no network.
 
     runs: what `measure.json` holds, of the same frames of the same reference. films: the excerpt
     of the reference and of each judged video, uint8 [T, H, W, 3]; none where there are no players.
     Where their films take more than `most_bytes`, the worst part of them is shown. notes: said
-    beside those of the runs. Raises ShapeError where films differ in length or size.
+    beside those of the runs. start: frame of the reference with which films begin (default: that of
+    the first run's own excerpt). Raises ShapeError where films differ in length or size.
     """
     reference, labels = _name(runs[0]["sources"][0]), _labels(runs)
-    theatre, shown, said = _theatre(runs, films, reference, labels, most_bytes)
+    theatre, shown, said = _theatre(runs, films, [reference, *labels], most_bytes, start)
     told = [
         note if len(runs) == 1 else f"{label}: {note}"
         for data, label in zip(runs, labels, strict=True)
@@ -86,29 +88,28 @@ def measured_section(runs: Sequence[Data], number: int) -> list[str]:
 def _theatre(
     runs: Sequence[Data],
     films: Sequence[Frames],
-    reference: str,
-    labels: Sequence[str],
+    names: Sequence[str],
     most_bytes: int | None,
+    begin: int | None,
 ) -> tuple[str, range | None, list[str]]:
     """The players, the frames (of the reference) that they play, and what is to say about them."""
     if not films:
         return "", None, []
-    checked = [check_frames(film, name) for film, name in zip(films, [reference, *labels],
-                                                              strict=True)]  # fmt: skip
+    checked = [check_frames(film, name) for film, name in zip(films, names, strict=True)]
     if len({film.shape for film in checked}) != 1:
         raise ShapeError(
             f"measure_page: got videos of {text.listed([str(list(f.shape)) for f in checked])}, "
             "expected the frames that were compared, in one size and length"
         )
     base, held = int(runs[0].get("start", 0)), len(checked[0])
-    start = int((runs[0].get("excerpt") or {}).get("start", base))
+    start = int((runs[0].get("excerpt") or {}).get("start", base)) if begin is None else begin
     fps = Fraction(runs[0]["fps"]).limit_denominator(100_000)
     count, offset = held, 0
     while True:
         shown = range(start + offset, start + offset + count)
         part = slice(shown.start - base, shown.stop - base)
-        shots = [Film(reference, "the reference", checked[0][offset : offset + count], b"", 0)]
-        for index, (data, film, label) in enumerate(zip(runs, checked[1:], labels, strict=True)):
+        shots = [Film(names[0], "the reference", checked[0][offset : offset + count], b"", 0)]
+        for index, (data, film, label) in enumerate(zip(runs, checked[1:], names[1:], strict=True)):
             psnr = list(map(number, data["by_frame"].get("psnr", [])))[part]
             if None in psnr:  # not measured; a player takes it for identical
                 psnr = []

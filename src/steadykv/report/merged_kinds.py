@@ -10,7 +10,7 @@ from steadykv.evaluation.merge_kinds import KindGroup
 from steadykv.report import html, text
 from steadykv.report.bench_page import bench_page, bench_section
 from steadykv.report.measure_page import measured_page, measured_section
-from steadykv.report.tensor_page import TensorReport, tensor_page, tensor_table
+from steadykv.report.tensor_page import TensorReport, shift_section, tensor_page, tensor_table
 from steadykv.report.tensor_plots import drawings
 from steadykv.report.video import Frames
 
@@ -19,11 +19,18 @@ FOOTER = "Each group has its own reference: numbers of one say nothing beside th
 
 
 def merged_kind_page(
-    kind: str, groups: Sequence[KindGroup], films: Sequence[Frames], command: str
+    kind: str,
+    groups: Sequence[KindGroup],
+    command: str,
+    films: Sequence[Frames] = (),
+    start: int = 0,
 ) -> str:
-    """One page of runs of one kind; films: of the only group's measurements, if they can be had."""
+    """One page of runs of one kind.
+
+    films: of the only group's measurements, if they can be had; start: frame that they begin with.
+    """
     if len(groups) == 1:
-        return _single(kind, groups[0], films, command)
+        return _single(kind, groups[0], command, films, start)
     body: list[str] = []
     for number, group in enumerate(groups, start=1):
         body += [
@@ -52,10 +59,10 @@ def describe(kind: str, group: KindGroup) -> str:
     return f"{group.same['gpu']}, {group.same['shape']}"
 
 
-def _single(kind: str, group: KindGroup, films: Sequence[Frames], command: str) -> str:
+def _single(kind: str, group: KindGroup, command: str, films: Sequence[Frames], start: int) -> str:
     if kind == "measure":
         runs = [run.data for run in group.runs]
-        return measured_page(runs, films, command, notes=group.notes)
+        return measured_page(runs, films, command, notes=group.notes, start=start)
     if kind == "tensors":
         data = _joined(group)
         return tensor_page(TensorReport(data, drawings(data["rows"], data["cells"]), command))
@@ -69,7 +76,11 @@ def _section(kind: str, group: KindGroup, number: int) -> list[str]:
         data = _joined(group)
         figures = [replace(figure, name=f"{figure.name}-{number}")
                    for figure in drawings(data["rows"], data["cells"])]  # fmt: skip
-        return [tensor_table(data["rows"]), *(html.figure(figure.svg()) for figure in figures)]
+        return [
+            tensor_table(data["rows"]),
+            *(html.figure(figure.svg()) for figure in figures),
+            *shift_section(data["rows"], data["cells"], f"-{number}"),
+        ]
     return bench_section(group.rows, number)
 
 
