@@ -18,17 +18,28 @@ from steadykv.evaluation.bench import COLUMNS, Size, bench, default_size, works
 from steadykv.evaluation.bench.rivals import Release, best_attention
 from steadykv.evaluation.bench.timing import Rates, Timing, measure, peak_bytes
 from steadykv.evaluation.bench.works import Bench, Task, relative_error
+from steadykv.evaluation.store import read_store
 from steadykv.report.bench import bench_table, headline
 
 CPU = torch.device("cpu")
 SMALL = ["--device", "cpu", "--heads", "1", "--tokens", "96", "--queries", "24", "--seconds", "0"]
 
 
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its dated folders."""
+    monkeypatch.chdir(tmp_path)
+
+
 def test_every_work_has_rows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     rows_file, plot = tmp_path / "rows.csv", tmp_path / "bench.png"
     files = ["--rows", str(rows_file), "--plot", str(plot)]
     assert main(["bench", *SMALL, *files, "--methods", "qvg", "quantwm", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)["rows"]
+    outcome = json.loads(capsys.readouterr().out)
+    rows, folder = outcome["rows"], tmp_path / outcome["folder"]
+    assert {path.name for path in folder.iterdir()} == {"bench.json", "report.html", "runs.jsonl"}
+    assert json.loads((folder / "bench.json").read_text())["rows"] == rows
+    assert [entry["row"] for entry in read_store(folder / "runs.jsonl")] == rows
     assert all(tuple(row) == COLUMNS for row in rows)
     found = [(row["work"], row["method"]) for row in rows]
     assert found == [
@@ -88,6 +99,7 @@ def test_the_table_of_a_few_works(capsys: pytest.CaptureFixture[str]) -> None:
 def test_mistakes_get_one_line(arguments, message, capsys) -> None:
     assert main(["bench", *SMALL, *arguments]) == 2
     assert message in capsys.readouterr().err
+    assert not Path("results").exists()
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

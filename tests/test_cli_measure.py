@@ -13,10 +13,11 @@ from pathlib import Path
 import pytest
 
 from steadykv.cli.main import main
+from steadykv.evaluation.store import read_store
 from tests.videos import moving, noisy, write_video
 
 VIDEO = moving(12)
-FILES = {"measure.json", "report.html"}
+FILES = {"measure.json", "report.html", "runs.jsonl"}
 H264 = {"codec": "libx264", "pixel_format": "yuv420p"}
 
 
@@ -30,7 +31,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 def without_progress(text: str) -> list[str]:
     """The lines on stderr but those that say how far it is."""
-    return [line for line in text.splitlines() if not re.fullmatch(r"measuring \(\d+/\d+\)", line)]
+    return [line for line in text.splitlines() if not re.fullmatch(r"[a-z ]+ \(\d+/\d+\)", line)]
 
 
 def names(folder: Path) -> set[str]:
@@ -61,6 +62,33 @@ def test_measure_writes_its_folder_and_prints_a_table(
     assert len(rows) == 12
     assert [float(row["psnr"]) for row in rows] == data["by_frame"]["psnr"]
     assert rows[0]["flicker_error"] == ""
+
+
+def test_measure_appends_a_row_to_its_store_and_to_a_shared_one(
+    files: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out, shared = tmp_path / "out", tmp_path / "all.jsonl"
+    page = ["--page-start", "4", "--page-frames", "5", "--page-width", "32"]
+    quick = ["--no-ms-ssim", "--no-flicker-index", "--start", "2"]
+    command = ["measure", *files, *quick, *page, "--out", str(out), "--store", str(shared)]
+    assert main(command) == 0
+    data = json.loads((out / "measure.json").read_text())
+    (own,), (found,) = read_store(out / "runs.jsonl"), read_store(shared)
+    assert own == found
+    assert (own["kind"], own["command"]) == ("measure", data["command"])
+    assert own["environment"] == data["environment"]
+    assert own["row"]["summary"] == data["summary"]
+    assert [source["path"] for source in own["row"]["sources"]] == list(files)
+    assert own["configuration"] == {
+        "start": 2, "end": None, "match": "exact", "shortest": False, "resize": False,
+        "metrics": ["psnr", "ssim", "flicker_error"],
+    }  # fmt: skip
+    assert data["excerpt"] == {"start": 4, "frames": 5, "width": 32, "height": 24}
+    monkeypatch.setenv("STEADYKV_STORE", str(shared))
+    assert main(["measure", *files, *quick, "--out", str(tmp_path / "again")]) == 0
+    runs = [entry["run"] for entry in read_store(shared)]
+    assert len(set(runs)) == 2
+    assert (tmp_path / "again" / "runs.jsonl").exists()
 
 
 def test_measure_as_json_in_a_dated_folder(
@@ -98,6 +126,9 @@ def test_identical_videos_print_infinity(
         (["--by-time", "--by-index"], "--by-time: got --by-index as well"),
         (["--device", "tpu"], "'tpu'"),
         (["--rows", "no/folder.csv"], "is no folder"),
+        (["--page-frames", "0"], "--page-frames: got 0"),
+        (["--page-start", "99"], "--page-start: got 99, expected a frame that was compared"),
+        (["--store", "no/store.jsonl"], "--store: got no/store.jsonl"),
         (["--window", "many"], "--window: got 'many'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

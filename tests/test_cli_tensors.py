@@ -27,7 +27,10 @@ from steadykv.world.weights import save_world
 from tests.codecs import sample_queries, sample_tokens
 from tests.worlds import TINY, tiny_episodes, tiny_world
 
-FIGURES = {"size.png", "parts.png", "sides.png", "spans.png", "layers.png"}
+FIGURES = {
+    "size.png", "parts.png", "sides.png", "spans.png", "layers.png", "heads.png",
+    "shift-steps.png", "shift-spans.png", "shift-layers.png",
+}  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -234,6 +237,7 @@ def test_a_users_own_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
         "size.png",
         "parts.png",
         "sides.png",
+        "heads.png",
     }
     assert "One method on one captured span" in (out / "report.html").read_text()
     assert "KIVI" in capsys.readouterr().out

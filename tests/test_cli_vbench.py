@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 from steadykv.cli.main import main
+from steadykv.evaluation.store import read_store
 from steadykv.evaluation.vbench import DIMENSIONS
 
 FAKE_VBENCH = """
@@ -92,6 +93,7 @@ def test_without_the_package_one_line_says_what_is_missing(
     [
         ("import torch_that_is_missing", "needs torch_that_is_missing, which is missing"),
         ("raise AttributeError('np.float is gone')", "AttributeError: np.float is gone"),
+        ("VBench = None", "vbench.py has no class VBench; pip install torchvision vbench"),
     ],
 )
 def test_a_package_that_cannot_be_imported(
@@ -106,6 +108,20 @@ def test_a_package_that_cannot_be_imported(
     assert said in capsys.readouterr().err.splitlines()[-1]
 
 
+def test_a_folder_of_videos_is_no_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`python -m steadykv vbench vbench/` finds the folder where it looks for the package."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    forget(monkeypatch)
+    videos(tmp_path / "vbench")
+    assert main(["vbench", "vbench", "--device", "cpu"]) == 2
+    assert "the package vbench is not whole" in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "results").exists()
+    forget(monkeypatch)
+
+
 def test_plumbing_with_a_stand_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -113,7 +129,9 @@ def test_plumbing_with_a_stand_in(
     folder = videos(tmp_path / "v")
     single = tmp_path / "b.mp4"  # the same name as one in the folder
     single.write_text("60")
-    assert main(["vbench", str(folder), str(single), "--device", "cpu", "--json"]) == 0
+    out, store = tmp_path / "out", tmp_path / "all.jsonl"
+    kept = ["--out", str(out), "--store", str(store)]
+    assert main(["vbench", str(folder), str(single), "--device", "cpu", "--json", *kept]) == 0
     shown = capsys.readouterr()
     found = json.loads(shown.out)  # the package's chatter is not in it
     assert "chatter of the package" in shown.err
@@ -122,6 +140,13 @@ def test_plumbing_with_a_stand_in(
         assert one["score"] == pytest.approx(0.6)
         expected = {str(folder / "a.MP4"): 0.4, str(folder / "b.mp4"): 0.8, str(single): 0.6}
         assert one["videos"] == pytest.approx(expected)
+    assert json.loads((out / "vbench.json").read_text())["dimensions"] == found["dimensions"]
+    rows = [entry["row"] for entry in read_store(store)]
+    assert [entry["row"] for entry in read_store(out / "runs.jsonl")] == rows
+    assert [row["video"] for row in rows] == [*map(str, sorted(folder.glob("*.[mM][pP]4"))),
+                                              str(single)]  # fmt: skip
+    assert rows[0]["imaging_quality"] == pytest.approx(0.4)
+    monkeypatch.chdir(tmp_path)
     options = ["--dimensions", "aesthetic_quality, imaging_quality", "--device", "cpu"]
     assert main(["vbench", str(single), *options]) == 0
     text = capsys.readouterr().out

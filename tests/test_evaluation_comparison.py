@@ -134,6 +134,12 @@ def test_costs_are_per_rollout_and_counted_from_bytes(
         ratio = rows["bf16"]["resident_bytes"] / rows[method]["resident_bytes"]
         assert rows[method]["compression"] == pytest.approx(ratio, rel=1e-3)
         assert rows[method]["peak_bytes"] > rows[method]["resident_bytes"]
+    for row in rows.values():
+        assert sum(row["resident_parts"].values()) == row["resident_bytes"]
+    assert rows["bf16"]["resident_parts"].get("codes", 0) == 0
+    assert rows["quantwm"]["resident_parts"]["query_moment"] > 0
+    # Two bits a number of the packed tokens of one rollout, keys and values.
+    assert rows["qvg"]["resident_parts"]["codes"] % (24 * 2 * 2 * 32 * 2 // 4) == 0
     qvg, split = rows["qvg"], rows["bf16:qvg"]
     assert split["bits_per_element"] == pytest.approx((16 + qvg["bits_per_element"]) / 2)
     assert (split["keys"], split["values"]) == ("bf16", "qvg")

@@ -33,6 +33,7 @@ from steadykv.evaluation.results import (
     write_json,
     write_metrics,
 )
+from steadykv.evaluation.rollouts import BatchCost, join_costs
 
 SCHEMA = Path(__file__).resolve().parent.parent / "docs" / "results-schema.md"
 
@@ -256,3 +257,16 @@ def test_every_configuration_field_is_documented() -> None:
     text = SCHEMA.read_text()
     for name in ("ssim_channels", "dropped_dense_tokens", "psnr_ceiling_db", "first_packed_frame"):
         assert f"`{name}`" in text or f"`configuration.{name}`" in text
+
+
+def test_parts_add_up_however_they_are_rounded() -> None:
+    def batch(parts: dict[str, int]) -> BatchCost:
+        held = sum(parts.values()) or 20
+        return BatchCost(3, 2.0, 16.0 * held, held, held, 16.0 * held, held, 1.0, 0, parts)
+
+    batches = [batch({"codes": 10, "scales": 7, "open": 5}), batch({"codes": 11, "dense": 8})]
+    cost = join_costs(preset("qvg"), batches)
+    assert cost.resident_parts == {"codes": 4, "scales": 1, "open": 1, "dense": 1}
+    assert sum(cost.resident_parts.values()) == cost.resident_bytes == round(41 / 6)
+    # A run begun by a release that kept no parts, and resumed: what is known of half is not shown.
+    assert join_costs(preset("qvg"), [*batches, batch({})]).resident_parts is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import subprocess
@@ -26,7 +27,7 @@ from steadykv.evaluation.metrics import flicker_by_step, psnr, psnr_by_frame, ss
 from steadykv.evaluation.metrics.lpips import lpips_by_frame
 from steadykv.evaluation.metrics.ms_ssim import ms_ssim_by_frame
 from steadykv.evaluation.results import to_json
-from steadykv.evaluation.video_excerpt import Excerpt
+from steadykv.evaluation.video_excerpt import Excerpt, ExcerptOptions, worst_start
 from steadykv.evaluation.video_pair import CHUNK_FRAMES, PairOptions, VideoPair
 from tests.videos import Frames, moving, noisy, write_video
 
@@ -188,18 +189,73 @@ def test_every_metric_is_described() -> None:
 # --- the excerpt of the page ----------------------------------------------------------------
 
 
-def test_an_excerpt_is_the_beginning_scaled_by_area() -> None:
-    excerpt = Excerpt(most=10, width=85)
+def chunks(excerpt: Excerpt) -> Excerpt:
     for start in range(0, COUNT, 4):
         excerpt.add(FIRST[start : start + 4], SECOND[start : start + 4])
-    a, b = excerpt.videos()
+    return excerpt
+
+
+def test_an_excerpt_has_the_videos_own_pixels() -> None:
+    size = FIRST.shape[2], FIRST.shape[1]
+    whole = chunks(Excerpt(size))
+    assert np.array_equal(whole.videos()[0], FIRST)
+    assert np.array_equal(whole.videos()[1], SECOND)
+    assert whole.to_dict() == {"start": 0, "frames": COUNT, "width": 170, "height": 162}
+    scaled = chunks(Excerpt(size, ExcerptOptions(frames=10, width=85)))
+    a, b = scaled.videos()
     assert a.shape == b.shape == (10, 81, 85, 3)
     means = SECOND[:10].reshape(10, 81, 2, 85, 2, 3).astype(float).mean(axis=(2, 4))
     assert np.abs(means - b).max() <= 0.5
-    assert excerpt.to_dict() == {"frames": 10, "width": 85, "height": 81}
-    whole = Excerpt()
-    whole.add(FIRST, SECOND)
-    assert np.array_equal(whole.videos()[0], FIRST)
+
+
+@pytest.mark.parametrize(("start", "place"), [(3, 3), (7, 7), (0, 0)])
+def test_an_excerpt_begins_where_it_was_asked_to(start: int, place: int) -> None:
+    chosen = chunks(Excerpt((170, 162), ExcerptOptions(start=start, frames=5)))
+    chosen.settle([0.0] * (COUNT - 1), ("none", "none"))
+    assert np.array_equal(chosen.videos()[0], FIRST[place : place + 5])
+    assert chosen.to_dict()["start"] == start
+
+
+def test_an_excerpt_is_read_again_where_it_flickers_most(files: tuple[Path, Path]) -> None:
+    """Frames 2 on are compared; the worst step leads into the ninth of them."""
+    pairing = PairOptions(start=2)
+    excerpt = Excerpt((170, 162), ExcerptOptions(frames=4), pairing)
+    excerpt.add(FIRST[2:], SECOND[2:])
+    flicker = [0.1] * (COUNT - 3)
+    flicker[7] = 0.9
+    excerpt.settle(flicker, (str(files[0]), str(files[1])))
+    start = excerpt.to_dict()["start"]
+    assert start < 2 + 8 < start + 4  # both frames of the step are there
+    assert np.array_equal(excerpt.videos()[0], FIRST[start : start + 4])
+    assert np.array_equal(excerpt.videos()[1], SECOND[start : start + 4])
+
+
+def test_the_worst_part_has_the_worst_in_its_middle() -> None:
+    flicker = np.full(999, 0.01)
+    flicker[499:502] = 0.5
+    assert abs(worst_start(flicker, 100) + 50 - 501) <= 1
+    assert worst_start(flicker[:50], 100) == 0
+    assert worst_start(np.zeros(999), 100) == worst_start([], 1) == 0
+    assert worst_start([0.0, 1.0, 0.0], 1) == 2
+    assert worst_start([float("nan"), 0.0, 0.0, 0.0, 1.0], 2) == 4
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"start": -1}, "--page-start: got -1"),
+        ({"frames": 0}, "--page-frames: got 0"),
+        ({"width": 3}, "--page-width: got 3"),
+        ({"frames": 10**6}, r"--page-frames: got 1000000, expected at most 8366 of 170 x 162"),
+        ({"start": 1}, "--page-start: got 1, expected a frame that is compared: 2 or later"),
+        ({"start": 99}, "--page-start: got 99, expected a frame that was compared: 2 to 20"),
+    ],
+)
+def test_excerpts_that_cannot_be(options: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        chunks(Excerpt((170, 162), ExcerptOptions(**options), PairOptions(start=2))).settle(
+            [], ("none", "none")
+        )
 
 
 # --- memory ---------------------------------------------------------------------------------
@@ -250,6 +306,7 @@ def test_measure_json_is_what_its_page_needs(files: tuple[Path, Path], tmp_path:
         assert source == {
             "path": str(path), "frames": COUNT, "width": 170, "height": 162, "fps": 10.0,
             "codec": "ffv1", "pixel_format": "bgr0", "rotation": 0,
+            "sha256": hashlib.sha256(path.read_bytes()).hexdigest(),
         }  # fmt: skip
     assert (read["frames"], read["fps"], read["command"]) == (COUNT, 10.0, "steadykv measure")
     assert set(read["summary"]) == set(read["by_frame"]) == set(read["tails"])

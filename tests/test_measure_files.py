@@ -281,6 +281,7 @@ def half_an_mp4(folder: Path) -> Path:
     ("make", "needed"),
     [
         (missing, "no such file"),
+        (lambda path: Path("https://example.com/a.mp4"), "is a URL; expected a video file"),
         (empty, "is empty (0 bytes)"),
         (text, "is no video"),
         (art, "video"),

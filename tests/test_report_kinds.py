@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from pathlib import Path
@@ -9,14 +10,24 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+from steadykv import KVCache, preset
 from steadykv.cli.main import main
 from steadykv.errors import ShapeError
 from steadykv.evaluation.metrics import flicker_error
 from steadykv.report import html, measure_page, theatre
 from steadykv.report.heat import HEAT_STEPS, difference, flicker_heat, halved, to_grey
-from steadykv.report.measure_page import lead, show
-from steadykv.report.memory import memory_by_part, parts_of
+from steadykv.report.measure_figures import show
+from steadykv.report.measure_page import lead
+from steadykv.report.memory import (
+    LOOKS,
+    TRANSIENT,
+    WORDS,
+    memory_by_part,
+    memory_columns,
+    parts_of,
+)
 from steadykv.report.theatre import REEL_CRF, Film, fits_a_sheet, players
 from steadykv.report.video import CRF, decode_mp4, encode_images, encode_mp4
 from tests.browser.results import bench_rows, measured
@@ -141,7 +152,7 @@ def test_players_of_a_scaled_excerpt_say_so() -> None:
 
 def test_identical_videos_are_called_that() -> None:
     data = short_data(summary={"psnr": "inf", "ssim": 1.0}, by_frame={"psnr": ["inf"] * 12})
-    assert lead(data, ["a.mp4", "b.mp4"]) == [
+    assert lead([data], ["b.mp4"], "a.mp4") == [
         "b.mp4 shows the same pixels as a.mp4 in all of its 12 frames, 1.0 seconds."
     ]
     page = measure_page.measure_page(data, FIRST, FIRST)
@@ -158,11 +169,34 @@ def test_numbers_of_the_summary_as_text() -> None:
     assert show("psnr", -math.inf) == "−∞"
 
 
-def test_a_long_film_is_cut_and_the_page_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure_page, "PLAYER_PIXELS", 5 * 64 * 96)
-    page = measure_page.measure_page(short_data(), FIRST, SECOND)
-    assert "The players show the first 5 of 12 frames" in page
-    assert '"frames": 5' in page.replace("&quot;", '"')
+def test_players_of_a_part_say_which_and_count_its_frames() -> None:
+    """Ten of 12 frames, from the third of the compared ones on, which begin with frame 100 of A."""
+    excerpt = {"start": 102, "frames": 10, "width": 96, "height": 64}
+    data = short_data(start=100, excerpt=excerpt)
+    page = measure_page.measure_page(data, FIRST[2:], SECOND[2:])
+    assert "The players show frames 102 to 111, 10 of the 12 that were measured" in page
+    assert "their own size, 96 × 64, and are encoded without loss" in page
+    facts = json.loads(Reader(page).named("section")[0]["data-film"] or "")
+    assert (facts["start"], facts["frames"]) == (102, 10)
+    (plane, *_) = re.findall(r"data-frames='(.*?)'", page)
+    assert (json.loads(plane)["first"], json.loads(plane)["last"]) == (99.5, 111.5)
+    assert "The shaded frames are those that the players have." in page
+    psnr = json.loads(
+        Reader(page).named("figure", **{"class": "screen crisp"})[1]["data-psnr"] or ""
+    )
+    assert psnr == [33.0, 31.0] * 5  # frames 102 on; the list begins with frame 100
+
+
+def test_a_page_that_would_be_too_large_shows_the_worst_part() -> None:
+    data = short_data()
+    data["by_frame"]["flicker_error"] = [0.01] * 8 + [0.5, 0.01, 0.01]
+    whole = len(measure_page.measure_page(data, FIRST, SECOND))
+    page = measure_page.measure_page(data, FIRST, SECOND, most_bytes=1000)
+    count = measure_page.FEWEST_FRAMES
+    assert f"The players show frames 4 to 11, {count} of the 12" in page
+    assert "More of them would make this page larger than 0 MB" in page
+    assert len(page) < whole
+    assert f'"frames": {count}' in page.replace("&quot;", '"')
 
 
 def test_videos_that_do_not_pair_are_refused() -> None:
@@ -191,16 +225,38 @@ def test_memory_is_drawn_by_the_parts_that_rows_have() -> None:
     newer = row | {"resident_parts": parts}
     assert parts_of(newer, by_part=True) == {
         "codes": 2 << 20, "scales": 1 << 19, "open chunk (BF16)": 1 << 19,
+        "more at the peak": 2 << 20,
     }  # fmt: skip
     svg = memory_by_part([newer, newer | {"method": "qvg"}])
     assert ">codes<" in svg
     assert ">QVG<" in svg
-    assert ">3.00<" in svg
-    bar = r'<path d="M ([\d.]+) [\d.]+\s+L ([\d.]+) [^"]*z\s*" [^>]*fill: var\(--s[123]\)'
-    widths = [float(right) - float(left) for left, right in re.findall(bar, svg)]
-    assert widths[0] == pytest.approx(4 * widths[2], rel=0.02)  # codes, scales, open of the first
-    assert "more at the peak" not in svg
-    assert "more at the peak" in memory_by_part([newer, row | {"method": "qvg"}])
+    assert ">3.00 + 2.00<" in svg
+    bar = r'<path d="M ([\d.]+) [\d.]+\s+L ([\d.]+) [^"]*z\s*" [^>]*fill: var\(--s[0-7]\)'
+    codes, scales, open_chunk, peak = [
+        float(right) - float(left) for left, right in re.findall(bar, svg)
+    ][:4]
+    assert codes == pytest.approx(4 * scales, rel=0.02)
+    assert scales == pytest.approx(open_chunk, rel=0.02)
+    assert codes == pytest.approx(peak, rel=0.02)
+    assert "held at the end" not in svg
+    assert "held at the end" in memory_by_part([newer, row | {"method": "qvg"}])
+    assert dict(memory_columns([newer]))["codes"] == ["2.000"]
+
+
+def test_every_part_of_a_ledger_has_its_own_look() -> None:
+    """No two parts share a colour and an opacity, and every word of the ledger is known."""
+    drawn = [LOOKS[name] for name in (*WORDS.values(), TRANSIENT)]
+    assert len(set(drawn)) == len(drawn)
+    config = preset("quantwm", centroids=8)
+    cache = KVCache(num_layers=1, num_heads=2, head_dim=64, frame_tokens=16,
+                    config=config, layout="BSHD")  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    for start in range(0, 240, 48):
+        q, k, v = torch.randn(3, 1, 48, 2, 64, generator=generator).bfloat16()
+        cache[0].write(k, v, start)
+        cache[0].observe_queries(q)
+        cache.commit()
+    assert set(cache.ledger().parts) <= set(WORDS)
 
 
 def test_the_page_of_times_shows_its_rows(tmp_path: Path) -> None:
@@ -216,9 +272,12 @@ def test_the_page_of_times_shows_its_rows(tmp_path: Path) -> None:
     assert f"Nearest to the limit is {best['work']}" in words
 
 
-def test_bench_writes_its_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bench_writes_its_page(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     page = tmp_path / "bench.html"
     small = ["--heads", "1", "--tokens", "96", "--queries", "24", "--seconds", "0"]
+    monkeypatch.chdir(tmp_path)
     command = ["bench", "--device", "cpu", *small, "--works", "decode", "--methods", "qvg"]
     assert main([*command, "--report", str(page)]) == 0
     assert " ".join(command) in page.read_text("utf-8")

@@ -265,7 +265,7 @@ def test_nothing_from_outside_becomes_markup() -> None:
     assert html.count("&lt;script&gt;") == 8  # the title of a column stands in two places
 
 
-def test_a_single_walk_has_no_intervals_and_no_size_plot(report: Report) -> None:
+def test_a_single_walk_has_hollow_points_and_no_intervals(report: Report) -> None:
     rows: list[Any] = [
         row | {"intervals": None, "paired": None, "n_episodes": 1, "n_rollouts": 1}
         for row in report.rows
@@ -273,7 +273,9 @@ def test_a_single_walk_has_no_intervals_and_no_size_plot(report: Report) -> None
     single = report_page(
         Report(rows, report.videos, report.mp4, report.shift, report.fps, report.command)
     )
-    assert "Quality against size" not in single
+    assert "Quality against size" in single
+    assert "because one walk gives no confidence interval" in single
+    assert "The vertical line" not in single
     assert "bootstrap" not in single
     assert "One walk, generated four times" in single
     Reader(single)

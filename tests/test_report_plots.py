@@ -93,3 +93,12 @@ def test_the_front_joins_only_methods_that_no_other_beats() -> None:
     assert stairs is not None
     corners = len(re.findall(r"[ML] ", stairs[1]))
     assert corners == 5  # three points on the front, two steps between them
+
+
+def test_points_without_an_interval_are_hollow() -> None:
+    svg = quality_by_bits(POINTS, 50.0)
+    marks = re.findall(r"style=\"fill: var\((--\w+)\); stroke: var\((--s\d)\)", svg)
+    found = {(fill == "--paper", stroke) for fill, stroke in marks}
+    for point in POINTS:
+        assert (point.low is None, f"--s{point.colour}") in found
+        assert (point.low is not None, f"--s{point.colour}") not in found

@@ -14,6 +14,7 @@ from steadykv.errors import ConfigError
 from steadykv.evaluation.tensor_comparison import TensorResult, compare_tensors
 from steadykv.evaluation.world_capture import capture_world
 from steadykv.report.plots import SERIES_COUNT
+from steadykv.report.shift_figures import by_layer_and_head, shift_drawings, shift_table
 from steadykv.report.tensor_measures import tensor_measures, tensor_table
 from steadykv.report.tensor_page import TensorReport, headline, lead, tensor_page
 from steadykv.report.tensor_plots import LIGHT, LIGHT_SERIES, drawings
@@ -59,10 +60,53 @@ def test_the_page_is_whole_and_shows_the_numbers(result: TensorResult) -> None:
         assert f"{100 * row['top1_shift']:.1f}" in text
     for measure in tensor_measures(result.rows):
         assert measure.meaning in text
-    assert len(reader.named("svg", **{"class": "plot"})) == 5
+    figures = len(drawings(data["rows"], data["cells"]))
+    assert figures == 5
+    shown = reader.named("svg", **{"class": "plot"})
+    assert [svg["aria-label"] for svg in shown[figures:]] == [
+        "Token shift by layer and head", "Token shift by step", "Token shift by span",
+        "Token shift by layer",
+    ]  # fmt: skip
+    assert "Where the selected key changes" in text
     assert not re.findall(r'(?:src|href)="(?!data:|#)', page)
     ids = [found["id"] for _, found in reader.tags if found.get("id")]
     assert len(ids) == len(set(ids))
+
+
+def test_the_map_of_shifts_has_the_cells_numbers(result: TensorResult) -> None:
+    shares = by_layer_and_head(result.cells)
+    method = result.rows[0]["method"]
+    own = [cell for cell in result.cells if cell["method"] == method and cell["layer"] == 1]
+    mean = [part["top1_shift"] for cell in own for part in cell["by_head"] if part["head"] == 1]
+    assert shares[method, 1, 1] == pytest.approx(sum(mean) / len(mean))
+    table = Reader(shift_table("heads", result.rows, result.cells))
+    text = "".join(table.text)
+    for (_, layer, _), share in shares.items():
+        assert f"layer {layer}" in text
+        assert f"{100 * share:.1f}" in text
+    # Opacity is the share of the largest one.
+    (maps, *_) = shift_drawings(result.rows, result.cells)
+    drawn = [float(x) for x in re.findall(r"opacity: ([\d.]+)", maps.svg())]
+    top = max(shares.values())
+    expected = sorted(max(0.04, share / top) for share in shares.values() if share < top)
+    assert sorted(x for x in drawn if 0 < x < 1) == pytest.approx(expected, abs=1e-3)
+
+
+def test_steps_that_commit_are_marked(result: TensorResult) -> None:
+    text = "".join(Reader(shift_table("shift-steps", result.rows, result.cells)).text)
+    steps = {(p["step"], p["is_clean"]) for row in result.rows for p in row["by_step"]}
+    assert any(is_clean for _, is_clean in steps)
+    for step, is_clean in steps:
+        assert (f"step {step} (commit)" in text) == is_clean
+    for part in result.rows[0]["by_step"]:
+        assert f"{100 * part['top1_shift']:.1f}" in text
+
+
+def test_without_queries_there_is_no_shift_to_show(result: TensorResult) -> None:
+    names = ("by_head", "by_step", "by_span", "by_layer")
+    bare = [row | {name: [] for name in names} for row in result.rows]
+    cells = [cell | {name: [] for name in names} for cell in result.cells]
+    assert shift_drawings(bare, cells) == []
 
 
 def test_the_lead_follows_the_numbers() -> None:

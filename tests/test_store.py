@@ -182,6 +182,7 @@ def test_the_shared_store_is_checked_before_a_run(
 def test_bench_appends_its_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)
     store = tmp_path / "all.jsonl"
     monkeypatch.setenv(STORE_VARIABLE, str(store))
     arguments = ["bench", "--device", "cpu", "--works", "decode", "--methods", "qvg",

@@ -11,8 +11,10 @@ import pytest
 
 from steadykv.report import html, plots, theatre
 from steadykv.report.heat import HEAT_STEPS, flicker_heat
+from steadykv.report.measure_page import measure_page
 from steadykv.report.theatre import Film, players
 from steadykv.report.video import encode_mp4
+from tests.browser.results import measured
 from tests.browser.takes import (
     COUNT,
     FLICKERS,
@@ -287,3 +289,20 @@ def test_the_keyboard_does_everything(opened: Window) -> None:
     opened.press(" ")
     assert opened.find(".play").get_attribute("aria-label") == "pause"
     assert opened.complaints() == []
+
+
+def test_a_part_of_longer_videos_counts_as_they_do(window: Window) -> None:
+    """Frames 100 to 139 of longer videos: players, curves and links name them by those numbers."""
+    by_frame = {"psnr": [30.0] * 200, "flicker_error": [0.1] * 199}
+    excerpt = {"start": 100, "frames": 40, "width": 96, "height": 64}
+    data = measured() | {"frames": 200, "by_frame": by_frame, "excerpt": excerpt}
+    page = measure_page(data, original(), copy_with_errors(original()))
+    window.open(page, "part", "#frame=117")
+    assert window.find("output").text == "frame 117 / 139"
+    assert frame_of(window.canvas("canvas.picture")[8, 8, 0]) == 17
+    assert window.run("return document.querySelector('.cursor').dataset.frame") == "117"
+    window.press("\ue014")  # right
+    assert window.find("output").text == "frame 118 / 139"
+    window.run("document.dispatchEvent(new CustomEvent('seek', { detail: 10 }))")
+    assert window.find("output").text == "frame 100 / 139"
+    assert not window.complaints()

@@ -8,9 +8,17 @@ from typing import Annotated, Any
 
 import typer
 
-from steadykv.cli.common import checked_device, command_text, new_file, progress_bar
-from steadykv.cli.options import METHODS_HELP, Json, Store
+from steadykv.cli.common import (
+    checked_device,
+    claimed,
+    command_text,
+    new_file,
+    new_folder,
+    progress_bar,
+)
+from steadykv.cli.options import METHODS_HELP, Json, Out, Store
 
+BENCH_FILE, REPORT_FILE = "bench.json", "report.html"
 WORKS_HELP = "What to time: encode kmeans decode attend (default: all)."
 
 
@@ -30,6 +38,7 @@ def bench(
     ] = None,
     head_dim: Annotated[int | None, typer.Option(min=1, help="Channels of a head.")] = None,
     seconds: Annotated[float, typer.Option(min=0, help="How long each work is timed.")] = 0.3,
+    out: Out = None,
     rows: Annotated[Path | None, typer.Option(help="Also write the rows to this new CSV.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Also draw them into this new PNG.")] = None,
     store: Store = None,
@@ -43,6 +52,7 @@ def bench(
         table = None if rows is None else new_file(rows, "--rows")
         picture = None if plot is None else new_file(plot, "--plot")
         page = None if report is None else new_file(report, "--report")
+        folder = new_folder(out, "bench")
         place = checked_device(device)
         from dataclasses import asdict, replace
 
@@ -59,40 +69,57 @@ def bench(
             default_size(place), **{name: n for name, n in given.items() if n is not None}
         )
         raise_on_interrupt()
-        found = run(
-            place,
-            size,
-            METHODS if methods is None else methods,
-            WORKS if works is None else works,
-            seconds=seconds,
-            on_progress=advance,
-        )
-        if table is not None:
-            write_csv(table, found)
-        if picture is not None:
-            from steadykv.report.bench import drawing
+        with claimed(folder):
+            found = run(
+                place,
+                size,
+                METHODS if methods is None else methods,
+                WORKS if works is None else works,
+                seconds=seconds,
+                on_progress=advance,
+            )
+            data: dict[str, Any] = {
+                "version": 1,
+                "command": command_text(context.obj),
+                "configuration": {"size": asdict(size), "seconds": seconds},
+                "environment": environment(place),
+                "rows": found,
+            }
+            _write(folder, data, page)
+            if table is not None:
+                write_csv(table, found)
+            if picture is not None:
+                from steadykv.report.bench import drawing
 
-            write_bytes_atomically(picture, drawing(found).png())
-        if shared is not None:
+                write_bytes_atomically(picture, drawing(found).png())
             record_run(
                 "bench",
                 found,
-                command=command_text(context.obj),
+                command=data["command"],
+                folder=folder,
                 store=shared,
-                configuration={"size": asdict(size), "seconds": seconds},
-                environment=environment(place),
+                configuration=data["configuration"],
+                environment=data["environment"],
             )
-        if page is not None:
-            from steadykv.report.bench_page import bench_page
-
-            text = bench_page(found, command_text(context.obj))
-            write_bytes_atomically(page, text.encode())
-    _show(found, as_json=json)
+    _show(folder, found, as_json=json)
 
 
-def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
+def _write(folder: Path, data: dict[str, Any], page: Path | None) -> None:
+    from steadykv.evaluation.results import write_bytes_atomically, write_json
+    from steadykv.report.bench_page import bench_page
+
+    write_json(folder / BENCH_FILE, data)
+    text = bench_page(data["rows"], data["command"]).encode()
+    for target in (folder / REPORT_FILE, page):
+        if target is not None:
+            write_bytes_atomically(target, text)
+
+
+def _show(folder: Path, rows: list[dict[str, Any]], as_json: bool) -> None:
+    report = folder / REPORT_FILE
     if as_json:
-        print(json_module.dumps({"rows": rows}, allow_nan=False))
+        outcome = {"folder": str(folder), "report": str(report), "rows": rows}
+        print(json_module.dumps(outcome, allow_nan=False))
         return
     from rich.console import Console
 
@@ -101,3 +128,4 @@ def _show(rows: list[dict[str, Any]], as_json: bool) -> None:
     console = Console()
     console.print(headline(rows), highlight=False)
     console.print(bench_table(rows))
+    console.print(f"report: {report.resolve()}", highlight=False, soft_wrap=True)

@@ -16,7 +16,7 @@ from steadykv.cli.common import (
     new_folder,
     progress_bar,
 )
-from steadykv.cli.options import Device, Json, Out
+from steadykv.cli.options import Device, Json, Out, Store
 from steadykv.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -56,11 +56,22 @@ def measure(
         bool,
         typer.Option("--flicker-index/--no-flicker-index", help="Flicker of each video by itself."),
     ] = True,
+    page_start: Annotated[
+        int | None,
+        typer.Option(help="First frame that the page plays (default: where it flickers most)."),
+    ] = None,
+    page_frames: Annotated[
+        int | None, typer.Option(help="Frames that the page plays (default: by their size).")
+    ] = None,
+    page_width: Annotated[
+        int | None, typer.Option(help="Scale the page's videos down to it (default: own size).")
+    ] = None,
     device: Device = "cpu",
     out: Out = None,
     rows: Annotated[
         Path | None, typer.Option(help="Also write one CSV row a frame to this new file.")
     ] = None,
+    store: Store = None,
     json: Json = False,
 ) -> None:
     """Compare two videos frame by frame: PSNR, SSIM, MS-SSIM, LPIPS and flicker."""
@@ -72,34 +83,51 @@ def measure(
         table = None if rows is None else new_file(rows, "--rows")
         place = checked_device(device)
         from steadykv.cli.interrupts import raise_on_interrupt
-        from steadykv.evaluation.measure import MeasureOptions, measurement_data
+        from steadykv.evaluation.measure import MeasureOptions, measurement_data, stored
         from steadykv.evaluation.measure import measure as run
         from steadykv.evaluation.results import write_csv, write_json
-        from steadykv.evaluation.video_excerpt import Excerpt
+        from steadykv.evaluation.store import chosen_store, record_run
+        from steadykv.evaluation.video_excerpt import Excerpt, ExcerptOptions
         from steadykv.evaluation.video_pair import PairOptions, VideoPair
 
+        shared = chosen_store(store)
+        shown = ExcerptOptions(page_start, page_frames, page_width)
         match = "time" if by_time else "index" if by_index else "exact"
         pairing = PairOptions(start, end, match, shortest, resize)
         options = MeasureOptions(lpips, ms_ssim, flicker_index, window, str(place))
         raise_on_interrupt()
         with VideoPair(a, b, pairing) as pair, claimed(folder):
-            excerpt = Excerpt()
+            excerpt = Excerpt(pair.size, shown, pairing)
             measured = run(pair, options, excerpt=excerpt, on_progress=advance)
+            excerpt.settle(measured.series["flicker_error"], (str(a), str(b)), advance)
             data = measurement_data(
                 measured, options, pair, command=command_text(context.obj), excerpt=excerpt
             )
             write_json(folder / MEASURE_FILE, data)
+            advance(0, 1, "writing the page")
             _write_page(folder, data, excerpt)
             if table is not None:
                 write_csv(table, measured.rows())
+            row, configuration = stored(data)
+            record_run(
+                "measure",
+                [row],
+                command=data["command"],
+                folder=folder,
+                store=shared,
+                configuration=configuration,
+                environment=data["environment"],
+            )
     _show(folder, data, as_json=json)
 
 
 def _write_page(folder: Path, data: dict[str, Any], excerpt: Excerpt) -> None:
     from steadykv.evaluation.results import write_bytes_atomically
-    from steadykv.report.measure_page import measure_page
+    from steadykv.report.measure_page import PAGE_BYTES, measure_page
 
-    write_bytes_atomically(folder / REPORT_FILE, measure_page(data, *excerpt.videos()).encode())
+    limit = PAGE_BYTES if excerpt.options.frames is None else None  # who names a number gets it
+    page = measure_page(data, *excerpt.videos(), most_bytes=limit)
+    write_bytes_atomically(folder / REPORT_FILE, page.encode())
 
 
 def _show(folder: Path, data: dict[str, Any], as_json: bool) -> None:

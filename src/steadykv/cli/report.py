@@ -11,6 +11,7 @@ import typer
 
 from steadykv.cli.common import claimed, command_text, new_folder, progress_bar
 from steadykv.cli.options import Json, Out
+from steadykv.errors import ConfigError
 
 if TYPE_CHECKING:
     from steadykv.evaluation.merge import Group
@@ -21,7 +22,7 @@ REPORT_FILE, MERGED_FILE, TABLE_FILE = "report.html", "merged.json", "merged.csv
 
 def report(
     context: typer.Context,
-    runs: Annotated[list[Path], typer.Argument(help="Result folders of compare or demo.")],
+    runs: Annotated[list[Path], typer.Argument(help="Result folders of one kind of command.")],
     out: Out = None,
     paired: Annotated[
         str | None, typer.Option(help="Show every other method's difference from this one.")
@@ -33,15 +34,25 @@ def report(
         folder = new_folder(out, "report")
         from steadykv.cli.interrupts import raise_on_interrupt
         from steadykv.evaluation.merge import differing_fields, merge, read_runs
+        from steadykv.evaluation.merge_kinds import COMPARISON, common_kind
         from steadykv.evaluation.results import write_bytes_atomically, write_csv, write_json
         from steadykv.report.merged import merged_page
 
         advance(0, 2, "reading the runs")
+        kind = common_kind(runs)
+        if kind != COMPARISON:
+            _other_kind(kind, runs, folder, paired, command_text(context.obj), json)
+            return
         groups = merge(read_runs(runs), paired)
         raise_on_interrupt()
         with claimed(folder):
             differing = differing_fields(groups)
-            merged = {"version": 1, "differing": differing, "groups": _as_json(groups)}
+            merged = {
+                "version": 1,
+                "kind": kind,
+                "differing": differing,
+                "groups": _as_json(groups),
+            }
             write_json(folder / MERGED_FILE, merged)
             write_csv(
                 folder / TABLE_FILE,
@@ -56,6 +67,40 @@ def report(
         print(json_module.dumps(outcome, allow_nan=False))
         return
     _show(folder, groups, differing)
+
+
+def _other_kind(
+    kind: str, runs: Sequence[Path], folder: Path, paired: str | None, command: str, as_json: bool
+) -> None:
+    """Runs of measure, tensors or bench: nothing is judged, so nothing is paired."""
+    from steadykv.cli.interrupts import raise_on_interrupt
+    from steadykv.cli.report_kinds import films_of, merged_data, show
+    from steadykv.evaluation.merge_kinds import group_runs
+    from steadykv.evaluation.results import write_bytes_atomically, write_csv, write_json
+    from steadykv.report.merged_kinds import merged_kind_page
+
+    if paired is not None:
+        raise ConfigError(
+            f"--paired: got {paired!r} for runs of {kind}, expected runs of compare or demo; leave "
+            "it away"
+        )
+    groups = group_runs(kind, runs)
+    raise_on_interrupt()
+    with claimed(folder):
+        shown = films_of(groups[0]) if kind == "measure" and len(groups) == 1 else ([], 0)
+        page = merged_kind_page(kind, groups, command, *shown)
+        merged = merged_data(kind, groups)
+        write_json(folder / MERGED_FILE, merged)
+        rows = [
+            {"group": n, **row} for n, group in enumerate(groups, start=1) for row in group.rows
+        ]
+        write_csv(folder / TABLE_FILE, rows)
+        write_bytes_atomically(folder / REPORT_FILE, page.encode())
+    if as_json:
+        outcome = {"folder": str(folder), "report": str(folder / REPORT_FILE), **merged}
+        print(json_module.dumps(outcome, allow_nan=False))
+        return
+    show(kind, groups, folder / REPORT_FILE)
 
 
 def _as_json(groups: Sequence[Group]) -> list[dict[str, object]]:

@@ -104,12 +104,13 @@ def tensors(
 def _write(folder: Path, result: TensorResult, command: str) -> None:
     """The results, the figures and the page, each whole or not at all."""
     from steadykv.evaluation.results import write_bytes_atomically, write_json
+    from steadykv.report.shift_figures import shift_drawings
     from steadykv.report.tensor_page import TensorReport, tensor_page
     from steadykv.report.tensor_plots import drawings
 
     write_json(folder / TENSORS_FILE, result.to_dict())
     figures = drawings(result.rows, result.cells)
-    for figure in figures:
+    for figure in [*figures, *shift_drawings(result.rows, result.cells)]:
         write_bytes_atomically(folder / f"{figure.name}.png", figure.png())
     page = tensor_page(TensorReport(result.to_dict(), figures, command))
     write_bytes_atomically(folder / REPORT_FILE, page.encode())

@@ -41,7 +41,10 @@ class RolloutRecord:
 
 @dataclass(frozen=True)
 class MethodCost:
-    """What the caches of one method's rollouts cost, per rollout. See docs/results-schema.md."""
+    """What the caches of one method's rollouts cost, per rollout. See docs/results-schema.md.
+
+    resident_parts: bytes by part of the ledger, which add up to resident_bytes.
+    """
 
     keys: str
     values: str
@@ -49,6 +52,7 @@ class MethodCost:
     compression: float
     compression_mean: float
     resident_bytes: int
+    resident_parts: dict[str, int] | None
     peak_bytes: int
     seconds: float
     batch_rollouts: int

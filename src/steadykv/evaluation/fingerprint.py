@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -34,3 +35,18 @@ def _add(digest: hashlib._Hash, name: str, tensor: torch.Tensor) -> None:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
     digest.update(flat.view(torch.uint8).numpy().tobytes())
+
+
+def file_hash(path: str | Path) -> str | None:
+    """SHA-256 of a file's bytes, hexadecimal; None where there is no such file.
+
+    Numbered pictures (``frame-%04d.png``) are no file. Holds 1 MiB at a time.
+    """
+    source = Path(path)
+    if not source.is_file():
+        return None
+    digest = hashlib.sha256()
+    with source.open("rb") as file:
+        while part := file.read(1 << 20):
+            digest.update(part)
+    return digest.hexdigest()

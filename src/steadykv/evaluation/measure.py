@@ -6,7 +6,7 @@ Metrics see raw uint8 frames in chunks (`video_pair`); what stays is one number 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from steadykv.errors import ConfigError
+from steadykv.evaluation.fingerprint import file_hash
 from steadykv.evaluation.metrics import (
     flicker,
     flicker_by_step,
@@ -236,7 +237,9 @@ def measure(
             excerpt.add(chunk.a, chunk.b)
         if on_progress is not None:
             on_progress(measured.frames, max(total, measured.frames), "measuring")
-    measured.sources = [file.to_dict() for file in (pair.first, pair.second)]
+    measured.sources = [
+        file.to_dict() | {"sha256": file_hash(file.path)} for file in (pair.first, pair.second)
+    ]
     measured.notes = [*pair.notes, *notes]
     return measured
 
@@ -281,6 +284,7 @@ def measurement_data(
         "frames": count,
         "fps": measured.fps,
         "start": measured.start,
+        "end": chosen.end,
         "width": pair.size[0],
         "height": pair.size[1],
         "match": chosen.match,
@@ -295,3 +299,16 @@ def measurement_data(
         "command": command,
         "environment": environment(options.device),
     }
+
+
+STORED_ROW = ("sources", "frames", "fps", "width", "height", "summary", "tails", "notes")
+STORED_CONFIGURATION = ("start", "end", "match", "shortest", "resize")
+
+
+def stored(data: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The row of a measurement in a result store, and its configuration; no values by frame."""
+    configuration = {name: data[name] for name in STORED_CONFIGURATION}
+    return (
+        {name: data[name] for name in STORED_ROW},
+        configuration | {"metrics": list(data["summary"])},
+    )

@@ -7,7 +7,6 @@ noise, frames and windows. Everything else (devices, versions, batch sizes) may 
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Any
 
 from steadykv.errors import ConfigError, PayloadError
 from steadykv.evaluation.aggregate import RolloutRecord, paired_difference
+from steadykv.evaluation.merge_kinds import labelled
 from steadykv.evaluation.protocol import FLOORS, FrameWindow
 from steadykv.evaluation.results import ROLLOUTS_FILE, Row, read_metrics
 from steadykv.evaluation.resume import read_records
@@ -80,14 +80,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
     Raises ConfigError for a folder that is named twice and PayloadError for one that is none.
     """
-    places = [folder.resolve() for folder in folders]
-    if len(set(places)) != len(places):
-        twice = next(f for f, place in zip(folders, places, strict=True) if places.count(place) > 1)
-        raise ConfigError(f"got {twice} twice, expected every run once; name it once")
-    labels = [re.sub(r"[^\w.-]", "-", place.name) for place in places]
     runs = []
-    for number, (folder, label) in enumerate(zip(folders, labels, strict=True), start=1):
-        unique = label if labels.count(label) == 1 else f"{label}.{number}"
+    for label, folder in labelled(folders):
         rows = read_metrics(folder)
         records: dict[str, list[RolloutRecord]] = {}
         for record in read_records(folder / ROLLOUTS_FILE):
@@ -98,7 +92,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
                 f"{folder}: rows and rollouts do not belong together; expected a folder as compare "
                 "or demo left it"
             )
-        runs.append(Run(unique, folder, rows, records))
+        runs.append(Run(label, folder, rows, records))
     return runs
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -52,7 +52,10 @@ def refuse_nonfinite(
 
 @dataclass(frozen=True)
 class BatchCost:
-    """One batch: rollouts in it, the final ledger, sums over chunk ends, wall-clock seconds."""
+    """One batch: rollouts in it, the final ledger, sums over chunk ends, wall-clock seconds.
+
+    resident_parts: the final ledger's bytes by part; empty in batches of older runs.
+    """
 
     rollouts: int
     bits_per_element: float
@@ -63,6 +66,7 @@ class BatchCost:
     resident_bytes_over_time: int
     seconds: float
     dropped_dense_tokens: int
+    resident_parts: dict[str, int] = field(default_factory=dict)
 
 
 def join_costs(config: CacheConfig, batches: Sequence[BatchCost]) -> MethodCost:
@@ -77,10 +81,23 @@ def join_costs(config: CacheConfig, batches: Sequence[BatchCost]) -> MethodCost:
         compression_mean=sum(batch.bf16_bytes_over_time for batch in batches)
         / sum(batch.resident_bytes_over_time for batch in batches),
         resident_bytes=round(resident / rollouts),
+        resident_parts=_parts_per_rollout(batches, rollouts),
         peak_bytes=max(round(batch.peak_bytes / batch.rollouts) for batch in batches),
         seconds=sum(batch.seconds for batch in batches) / rollouts,
         batch_rollouts=max(batch.rollouts for batch in batches),
     )
+
+
+def _parts_per_rollout(batches: Sequence[BatchCost], rollouts: int) -> dict[str, int] | None:
+    """Whole bytes by part that add up to the rounded `resident_bytes`; None if a batch has none."""
+    if not all(batch.resident_parts for batch in batches):
+        return None
+    parts, total, before = {}, 0, 0
+    for name in dict.fromkeys(name for batch in batches for name in batch.resident_parts):
+        total += sum(batch.resident_parts.get(name, 0) for batch in batches)
+        # Rounding the running total keeps every part within a byte and the sum exact.
+        parts[name], before = round(total / rollouts) - before, round(total / rollouts)
+    return parts
 
 
 def new_cache(
@@ -166,6 +183,7 @@ def run_batch(
         resident_bytes_over_time=int(over_time[1]),
         seconds=seconds,
         dropped_dense_tokens=max(layer.dropped_dense_tokens for layer in cache),
+        resident_parts=ledger.parts,
     )
     return video, cost
 

@@ -78,7 +78,7 @@ def check_dimensions(names: Sequence[str]) -> list[str]:
 def load_package() -> Any:
     """The `vbench` package. Raises BackendUnavailable if it, or what it needs, is not there."""
     try:
-        return importlib.import_module("vbench")
+        package = importlib.import_module("vbench")
     except ImportError as error:
         missing = error.name or str(error)
         what = "is not installed" if missing == "vbench" else f"needs {missing}, which is missing"
@@ -88,6 +88,13 @@ def load_package() -> Any:
         raise BackendUnavailable(
             f"the package vbench cannot be imported ({reason}); {INSTALL}"
         ) from error
+    # A folder of that name, of videos perhaps, is importable too.
+    if not callable(getattr(package, "VBench", None)):
+        place = package.__file__ or next(iter(package.__path__), "?")
+        raise BackendUnavailable(
+            f"the package vbench is not whole: {place} has no class VBench; {INSTALL}"
+        )
+    return package
 
 
 def run_vbench(
@@ -116,6 +123,16 @@ def run_vbench(
                 on_dimension(done, len(wanted), name)
             results[name] = _evaluate(package, name, links, Path(folder), device)
     return {"dimensions": results, "versions": {"vbench": _version()}}
+
+
+def rows_of(found: dict[str, Any]) -> list[dict[str, Any]]:
+    """What `run_vbench` gave as one row a video, {"video", dimension: score}, for a store."""
+    dimensions = found["dimensions"]
+    videos = next(iter(dimensions.values()))["videos"]
+    return [
+        {"video": video} | {name: one["videos"][video] for name, one in dimensions.items()}
+        for video in videos
+    ]
 
 
 def _linked(videos: Sequence[Path], folder: Path) -> dict[str, Path]:

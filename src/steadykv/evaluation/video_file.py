@@ -7,6 +7,7 @@ frames could be read. Nothing is kept but the frame that was decoded last.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,10 @@ class VideoFile:
                 f"such as {path / '%04d.png'}"
             )
         if not numbered:
+            if re.match(r"[a-zA-Z][\w+.-]+:/", self.path) and not path.exists():
+                raise ConfigError(
+                    f"{self.name}: is a URL; expected a video file: download it first"
+                )
             if not path.exists():
                 raise ConfigError(f"{self.name}: no such file; expected a video: check the path")
             if not path.is_file():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from steadykv import __version__
@@ -26,21 +27,17 @@ COLUMNS = (
 )  # fmt: skip
 
 
-def bench_page(rows: Sequence[Row], command: str) -> str:
+def bench_page(rows: Sequence[Row], command: str, notes: Sequence[str] = ()) -> str:
     """The whole page as one HTML document that needs no other file and no network.
 
-    rows: as `steadykv bench --json` gives them. command: as the user typed it.
+    rows: as `steadykv bench --json` gives them. command: as the user typed it. notes: about them.
     """
-    timed = [row for row in rows if row["method"] != RATES]
-    works = list(dict.fromkeys(row["work"] for row in rows))
-    lines = [
-        html.Row(f"{row['work']} {_title(row)}", _cells(row), 1 + works.index(row["work"]))
-        for row in rows
-    ]
+    figure, table = bench_section(rows)
     body = [
-        html.figure(drawing(rows).svg()) if timed else "",
+        html.paragraphs(notes, "note"),
+        figure,
         html.heading("In numbers"),
-        html.table(COLUMNS, lines, first="work"),
+        table,
         html.heading("How this was made"),
         html.command_line(command),
         html.facts(_facts(rows)),
@@ -52,6 +49,23 @@ def bench_page(rows: Sequence[Row], command: str) -> str:
         body=body,
         footer="Each work passed its check of correctness before it was timed.",
     )
+
+
+def bench_section(rows: Sequence[Row], number: int = 0) -> list[str]:
+    """Figure and table; number: keeps the ids of several groups on one page apart."""
+    timed = [row for row in rows if row["method"] != RATES]
+    works = list(dict.fromkeys(row["work"] for row in rows))
+    lines = [
+        html.Row(f"{row['work']} {_title(row)}", _cells(row), 1 + works.index(row["work"]))
+        for row in rows
+    ]
+    picture = drawing(rows)
+    if number:
+        picture = replace(picture, name=f"{picture.name}-{number}")
+    return [
+        html.figure(picture.svg()) if timed else "",
+        html.table(COLUMNS, lines, first="work"),
+    ]
 
 
 def lead(rows: Sequence[Row]) -> list[str]:

@@ -77,6 +77,20 @@ def data_uri(kind: str, data: bytes) -> str:
 
 def table(columns: Sequence[Column], rows: Sequence[Row], first: str = "cache") -> str:
     """A table that scrolls sideways where it is too wide, and the meaning of its columns below."""
+    meanings = "".join(
+        f"<dt>{escape(column.title)}</dt><dd>{escape(column.meaning)}</dd>" for column in columns
+    )
+    explained = f"<dl>{meanings}</dl>"
+    return f"{plain_table(columns, rows, first)}\n{folded('What the columns mean', explained)}"
+
+
+def folded(summary: str, fragment: str) -> str:
+    """A fragment that shows once its summary is clicked."""
+    return f"<details><summary>{escape(summary)}</summary>{fragment}</details>"
+
+
+def plain_table(columns: Sequence[Column], rows: Sequence[Row], first: str = "cache") -> str:
+    """A table that scrolls sideways where it is too wide."""
     head = "".join(
         f"<th>{escape(column.title)}<small>{escape(column.unit)}</small></th>" for column in columns
     )
@@ -86,12 +100,8 @@ def table(columns: Sequence[Column], rows: Sequence[Row], first: str = "cache") 
         cells = "".join(_cell(cell) for cell in row.cells)
         mark = f' class="aside" style="--c:{colour}"' if row.is_aside else f' style="--c:{colour}"'
         body.append(f"<tr{mark}><th><i></i>{escape(row.title)}</th>{cells}</tr>")
-    meanings = "".join(
-        f"<dt>{escape(column.title)}</dt><dd>{escape(column.meaning)}</dd>" for column in columns
-    )
     return f"""<div class="scroll"><table><thead><tr><th>{escape(first)}</th>{head}</tr></thead>
-<tbody>{"".join(body)}</tbody></table></div>
-<details><summary>What the columns mean</summary><dl>{meanings}</dl></details>"""
+<tbody>{"".join(body)}</tbody></table></div>"""
 
 
 def _cell(cell: Cell) -> str:
@@ -141,6 +151,11 @@ def figure(svg: str) -> str:
 def heading(text: str) -> str:
     """A section heading."""
     return f"<h2>{escape(text)}</h2>"
+
+
+def subheading(text: str) -> str:
+    """A heading within a section."""
+    return f"<h3>{escape(text)}</h3>"
 
 
 def paragraphs(texts: Sequence[str], css_class: str = "") -> str:

@@ -1,231 +1,254 @@
-"""The page of `steadykv measure`: two videos in step, their numbers, and each metric by frame."""
+"""The page of `steadykv measure`: videos in step, their numbers, and each metric by frame.
+
+One measurement fills it, or several of the same frames of one reference (`steadykv report`).
+"""
 
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
-from html import escape
 from typing import Any
 
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-
 from steadykv.errors import ShapeError
-from steadykv.report import html, plots, text
-from steadykv.report.theatre import Film, players
-from steadykv.report.video import Frames, check_frames
+from steadykv.evaluation.video_excerpt import worst_start
+from steadykv.report import html, text
+from steadykv.report.measure_figures import METRICS, colour, figures, known, number, show
+from steadykv.report.theatre import REEL_CRF, Film, fits_a_sheet, players
+from steadykv.report.video import Frames, check_frames, encode_mp4
 
 Data = Mapping[str, Any]
 
-# Pixels a player gets, 150 frames of 720p: about 25 MB of page for a video of film quality.
-PLAYER_PIXELS = 150 * 1280 * 720
+# A page that is sent and opened on a phone. Where the players' films take more than that, fewer
+# frames are shown: noise of 720p costs some 2 MB a frame at crf 14.
+PAGE_BYTES = 64_000_000
+FEWEST_FRAMES = 8
 
 
-# A metric that needs no reference has a value for each video: its names end so.
-FIRST, SECOND = "_a", "_b"
+def measure_page(
+    data: Data, first: Frames, second: Frames, most_bytes: int | None = PAGE_BYTES
+) -> str:
+    """The page of one measurement: see `measured_page`."""
+    return measured_page([data], [first, second], str_command(data["command"]), most_bytes)
 
 
-@dataclass(frozen=True)
-class Known:
-    """What a metric is called and how it is read; `is_percentage` marks nothing else."""
-
-    title: str
-    unit: str
-    meaning: str
-    digits: int = 4
-
-
-METRICS = {
-    "psnr": Known("PSNR", "dB", "Closeness: more is closer, 6 dB more is half the error. ∞ is the "
-                  "same picture.", 2),
-    "ssim": Known("SSIM", "at most 1", "Structural similarity; 1 is the same picture."),
-    "ms_ssim": Known("MS-SSIM", "at most 1", "SSIM over several sizes of detail; 1 is the same."),
-    "lpips": Known("LPIPS", "0 is best", "Distance as a trained network sees it; 0 is the same."),
-    "flicker_error": Known("flicker error", "0 is best", "How much the change from frame to frame "
-                           "differs from the first video's; full range of a pixel is 1."),
-    "flicker_index": Known("flicker index", "0 is calm", "Flicker of one video alone, with its "
-                           "motion taken out."),
-    "flicker_index_a": Known("flicker index", "first video", "Flicker of the first video alone, "
-                             "with its motion taken out; 0 is calm."),
-    "flicker_index_b": Known("flicker index", "second video", "The same of the second video."),
-}  # fmt: skip
-
-
-def measure_page(data: Data, first: Frames, second: Frames) -> str:
+def measured_page(
+    runs: Sequence[Data],
+    films: Sequence[Frames],
+    command: str,
+    most_bytes: int | None = PAGE_BYTES,
+    notes: Sequence[str] = (),
+    start: int | None = None,
+) -> str:
     """The whole page as one HTML document that needs no other file and no network.
 
-    data: what `measure.json` holds. first, second: the frames that were compared, uint8
-    [T, H, W, 3]; they may be fewer than were measured, from the beginning on, and the players show
-    at most `PLAYER_PIXELS` of them. Raises ShapeError where the two differ in length or size.
+    runs: what `measure.json` holds, of the same frames of the same reference. films: the excerpt
+    of the reference and of each judged video, uint8 [T, H, W, 3]; none where there are no players.
+    Where their films take more than `most_bytes`, the worst part of them is shown. notes: said
+    beside those of the runs. start: frame of the reference with which films begin (default: that of
+    the first run's own excerpt). Raises ShapeError where films differ in length or size.
     """
-    first, second = check_frames(first, "first video"), check_frames(second, "second video")
-    if first.shape != second.shape:
-        raise ShapeError(
-            f"measure_page: got videos of {list(first.shape)} and {list(second.shape)}, expected "
-            "the frames that were compared, in one size and length"
-        )
-    count = min(len(first), max(1, PLAYER_PIXELS // (first.shape[1] * first.shape[2])))
-    names = [_name(source) for source in data["sources"]]
-    fps = Fraction(data["fps"]).limit_denominator(100_000)
-    psnr = [_number(value) for value in data["by_frame"].get("psnr", [])]
-    if None in psnr:  # not measured; a player takes it for identical
-        psnr = []
-    films = [
-        Film(names[0], "first", first[:count], _file(first[:count], fps), 0),
-        Film(names[1], "second", second[:count], _file(second[:count], fps), 3, psnr[:count]),
+    reference, labels = _name(runs[0]["sources"][0]), _labels(runs)
+    theatre, shown, said = _theatre(runs, films, [reference, *labels], most_bytes, start)
+    told = [
+        note if len(runs) == 1 else f"{label}: {note}"
+        for data, label in zip(runs, labels, strict=True)
+        for note in data.get("notes", [])
     ]
-    shown = []
-    if count < data["frames"]:
-        shown = [f"The players show the first {count} of {data['frames']} frames that were "
-                 "measured; the numbers are about all of them."]  # fmt: skip
-    size = (data.get("width", first.shape[2]), data.get("height", first.shape[1]))
-    if size != (first.shape[2], first.shape[1]):
-        shown.append(f"They are scaled from {size[0]} × {size[1]} to {first.shape[2]} × "
-                     f"{first.shape[1]} pixels, which hides their finest flicker.")  # fmt: skip
     body = [
-        players(films, fps, 0),
-        html.paragraphs([*shown, *data.get("notes", [])], "note"),
+        theatre,
+        html.paragraphs([*said, *dict.fromkeys([*told, *notes])], "note"),
         html.heading("In numbers"),
-        _table(data, names),
+        _table(runs, labels),
         html.heading("Frame by frame"),
-        html.paragraphs(
-            [f"{text.FOLLOWS} A value of a step stands at the frame that the step leads to."]),
-        f'<div class="pair">{"".join(map(html.figure, figures(data, names[1])))}</div>',
+        html.paragraphs([_about_figures(runs, shown)]),
+        f'<div class="pair">{"".join(map(html.figure, figures(runs, labels, shown)))}</div>',
         html.heading("How this was made"),
-        html.command_line(_command(data["command"])),
-        html.facts(_facts(data)),
-    ]  # fmt: skip
+        html.command_line(command),
+        html.facts(_facts(runs, labels)),
+    ]
+    names = text.listed(labels)
     return html.page(
-        title=f"steadykv: {names[0]} and {names[1]}",
-        headline=f"{names[1]} measured against {names[0]}",
-        lead=lead(data, names),
+        title=f"steadykv: {reference} and {names}",
+        headline=f"{names} measured against {reference}",
+        lead=lead(runs, labels, reference),
         body=body,
         footer="All numbers come from the decoded frames, never from the films on this page.",
     )
 
 
-def lead(data: Data, names: Sequence[str]) -> list[str]:
+def measured_section(runs: Sequence[Data], number: int) -> list[str]:
+    """Table and figures of one group of measurements on a page of several."""
+    labels = _labels(runs)
+    drawn = figures(runs, labels, prefix=f"group-{number}")
+    return [_table(runs, labels), f'<div class="pair">{"".join(map(html.figure, drawn))}</div>']
+
+
+def _theatre(
+    runs: Sequence[Data],
+    films: Sequence[Frames],
+    names: Sequence[str],
+    most_bytes: int | None,
+    begin: int | None,
+) -> tuple[str, range | None, list[str]]:
+    """The players, the frames (of the reference) that they play, and what is to say about them."""
+    if not films:
+        return "", None, []
+    checked = [check_frames(film, name) for film, name in zip(films, names, strict=True)]
+    if len({film.shape for film in checked}) != 1:
+        raise ShapeError(
+            f"measure_page: got videos of {text.listed([str(list(f.shape)) for f in checked])}, "
+            "expected the frames that were compared, in one size and length"
+        )
+    base, held = int(runs[0].get("start", 0)), len(checked[0])
+    start = int((runs[0].get("excerpt") or {}).get("start", base)) if begin is None else begin
+    fps = Fraction(runs[0]["fps"]).limit_denominator(100_000)
+    count, offset = held, 0
+    while True:
+        shown = range(start + offset, start + offset + count)
+        part = slice(shown.start - base, shown.stop - base)
+        shots = [Film(names[0], "the reference", checked[0][offset : offset + count], b"", 0)]
+        for index, (data, film, label) in enumerate(zip(runs, checked[1:], names[1:], strict=True)):
+            psnr = list(map(number, data["by_frame"].get("psnr", [])))[part]
+            if None in psnr:  # not measured; a player takes it for identical
+                psnr = []
+            frames = film[offset : offset + count]
+            shots.append(Film(label, _caption(data), frames, b"", colour(index), psnr))
+        markup = players([_with_file(shot, fps) for shot in shots], fps, 0, shown.start)
+        if most_bytes is None or len(markup) <= most_bytes or count <= FEWEST_FRAMES:
+            return markup, shown, _about_players(runs[0], shown, checked[0], most_bytes if
+                                                 count < held else None)  # fmt: skip
+        count = max(FEWEST_FRAMES, min(count - 1, int(0.9 * count * most_bytes / len(markup))))
+        offset = worst_start(_flicker(runs)[start - base : start - base + held - 1], count)
+
+
+def _about_players(data: Data, shown: range, film: Frames, limit: int | None) -> list[str]:
+    """Which frames play, at which size, and how they are encoded."""
+    height, width = film.shape[1:3]
+    own = (data.get("width", width), data.get("height", height))
+    said = []
+    if len(shown) < data["frames"]:
+        where = f"frames {shown.start:,} to {shown.stop - 1:,}"
+        said.append(
+            f"The players show {where}, {len(shown):,} of the {data['frames']:,} that were "
+            "measured; the numbers are about all of them."
+        )
+    if limit is not None:
+        said.append(f"More of them would make this page larger than {limit / 1e6:,.0f} MB.")
+    if own == (width, height):
+        small = fits_a_sheet(len(shown), height, width)
+        how = "without loss" if small else f"with x264 at crf {REEL_CRF}"
+        said.append(f"They have their own size, {width} × {height}, and are encoded {how}.")
+    else:
+        said.append(f"They are scaled from {own[0]} × {own[1]} to {width} × {height} pixels, which "
+                    "hides their finest flicker.")  # fmt: skip
+    return [" ".join(said)]
+
+
+def _about_figures(runs: Sequence[Data], shown: range | None) -> str:
+    said = "A value of a step stands at the frame that the step leads to."
+    if shown is None:
+        return said
+    if len(shown) < runs[0]["frames"]:
+        said += " The shaded frames are those that the players have."
+    return f"{text.FOLLOWS} {said}"
+
+
+def lead(runs: Sequence[Data], labels: Sequence[str], reference: str) -> list[str]:
     """The most telling numbers in words."""
-    summary = data["summary"]
-    length = f"{data['frames']} frames, {data['frames'] / data['fps']:.1f} seconds"
-    psnr = _number(summary.get("psnr"))
-    if psnr == math.inf:
-        return [f"{names[1]} shows the same pixels as {names[0]} in all of its {length}."]
-    known = [name for name in ("psnr", "ssim", "lpips", "flicker_error") if name in summary]
-    said = ", ".join(f"{METRICS[name].title} {show(name, summary[name])}" for name in known)
-    return [f"Over {length}: {said}."] if said else [f"Over {length}."]
-
-
-def show(name: str, value: Any) -> str:
-    """A number of the summary as text; infinite is ∞, and what was not measured a dash."""
-    number = _number(value)
-    if number is None:
-        return "–"
-    if math.isinf(number):
-        return "∞" if number > 0 else "−∞"
-    digits = _known(name).digits
-    unit = " dB" if _known(name).unit == "dB" else ""
-    # A small number keeps three digits: 0.0000 would say that it is none.
-    small = number != 0 and abs(number) < 10**-digits
-    return (f"{number:.2e}" if small else f"{number:.{digits}f}").replace("-", "−") + unit
-
-
-def figures(data: Data, label: str) -> list[str]:
-    """One figure a metric that has values by frame; those of one video each share theirs."""
-    result: list[str] = []
-    by_frame = {name: [_number(v) for v in found] for name, found in data["by_frame"].items()}
-    for name, values in by_frame.items():
-        if name.endswith(SECOND) and name.removesuffix(SECOND) + FIRST in by_frame:
+    first = runs[0]
+    length = f"{first['frames']} frames, {first['frames'] / first['fps']:.1f} seconds"
+    found = []
+    for data, label in zip(runs, labels, strict=True):
+        summary = data["summary"]
+        if number(summary.get("psnr")) == math.inf:
+            found.append(f"{label} shows the same pixels as {reference} in all of its {length}.")
             continue
-        lines = [(values, 3)]
-        other = by_frame.get(name.removesuffix(FIRST) + SECOND) if name.endswith(FIRST) else None
-        title = f"{_known(name).title} of {label}"
-        if other is not None:
-            lines = [(values, 0), (other, 3)]
-            title = f"{_known(name.removesuffix(FIRST)).title} of both videos"
-        if any(value is not None for line, _ in lines for value in line):
-            figure, axes = _figure(name.removesuffix(FIRST) if other else name, lines, data)
-            prefix = f"by-frame-{len(result)}"
-            result.append(plots.inline_svg(figure, prefix, escape(f"{title} by frame"), axes))
-    return result
+        names = [n for n in ("psnr", "ssim", "lpips", "flicker_error") if n in summary]
+        said = ", ".join(f"{METRICS[name].title} {show(name, summary[name])}" for name in names)
+        over = f"Over {length}" if len(runs) == 1 else label
+        found.append(f"{over}: {said}." if said else f"{over}.")
+    return found
 
 
-def _figure(
-    name: str, lines: Sequence[tuple[list[float | None], int]], data: Data
-) -> tuple[Figure, Axes]:
-    """Lines of (values, colour); infinite ones stand at the upper edge, which the axis names."""
-    known, count = _known(name), max(1, data["frames"])
-    figure, axes = plots.blank_figure(5.2, 2.6, f"{known.title}, {known.unit}".rstrip(", "))
-    every = [v for values, _ in lines for v in values if v is not None]
-    finite = [v for v in every if math.isfinite(v)]
-    low, top = min(finite, default=0.0), max(finite, default=1.0)
-    edge = top + 0.15 * (top - low or 1.0)
-    for values, colour in lines:
-        heights = [math.nan if v is None else edge if v == math.inf else v for v in values]
-        start = data["frames"] - len(values)  # a value of a step belongs to its second frame
-        axes.plot(range(start, data["frames"]), heights, color=plots.colour_of(colour),
-                  linewidth=1.8, marker="o" if len(values) == 1 else None)  # fmt: skip
-    if known.unit == "0 is best" and low >= 0:
-        axes.set_ylim(0.0, 1.1 * top or 1.0)
-    axes.set_xlim(-0.5, count - 0.5)
-    axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
-    if math.inf in every:
-        ticks = [tick for tick in axes.get_yticks() if low <= tick <= top]
-        axes.set_yticks([*ticks, edge], [*(f"{tick:g}" for tick in ticks), "∞"])
-    axes.set_xlabel("frame")
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
-    return figure, axes
+def _flicker(runs: Sequence[Data]) -> list[float]:
+    """The flicker error of every step, the largest of the runs."""
+    lists = [data["by_frame"].get("flicker_error", []) for data in runs]
+    longest = max(map(len, lists), default=0)
+    return [
+        max((number(v[i]) or 0.0 for v in lists if i < len(v)), default=0.0) for i in range(longest)
+    ]
 
 
-def _table(data: Data, names: Sequence[str]) -> str:
-    summary = data["summary"]
-    columns = [html.Column(k.title, k.unit, k.meaning) for k in map(_known, summary)]
-    cells = [html.Cell(show(name, value)) for name, value in summary.items()]
-    return html.table(columns, [html.Row(names[1], cells, 3)], first="video")
+def _labels(runs: Sequence[Data]) -> list[str]:
+    """A name for each judged video: of its file, with its folder where names repeat."""
+    paths = [str(data["sources"][1]["path"]).replace("\\", "/") for data in runs]
+    names = [path.rsplit("/", 1)[-1] for path in paths]
+    wide = ["/".join(path.rsplit("/", 2)[-2:]) for path in paths]
+    found = [n if names.count(n) == 1 else w for n, w in zip(names, wide, strict=True)]
+    return [
+        n if found.count(n) == 1 else f"{n} ({found[: i + 1].count(n)})"
+        for i, n in enumerate(found)
+    ]
 
 
-def _facts(data: Data) -> dict[str, str]:
-    environment = data["environment"]
-    entries = {}
-    for word, source in zip(("first video", "second video"), data["sources"], strict=True):
-        parts = [
-            f"{source['width']} × {source['height']}",
-            f"{source['frames']} frames",
-            f"{float(source['fps']):g} a second",
-            source["codec"],
-            source["pixel_format"],
-        ]
-        entries[word] = f"{source['path']}: {', '.join(str(p) for p in parts if p)}"  # fmt: skip
-    entries["compared"] = f"{data['frames']} frames, {float(data['fps']):g} a second"
-    return entries | html.versions(environment)
+def _caption(data: Data) -> str:
+    source = data["sources"][1]
+    return f"{source['codec']}, {source['width']} × {source['height']}"
 
 
-def _command(command: Any) -> str:
-    import shlex
+def _table(runs: Sequence[Data], labels: Sequence[str]) -> str:
+    names = list(dict.fromkeys(name for data in runs for name in data["summary"]))
+    columns = [html.Column(k.title, k.unit, k.meaning) for k in map(known, names)]
+    rows = [
+        html.Row(label, [_cell(data, name) for name in names], colour(index))
+        for index, (data, label) in enumerate(zip(runs, labels, strict=True))
+    ]
+    return html.table(columns, rows, first="video")
 
+
+def _cell(data: Data, name: str) -> html.Cell:
+    """The mean, and below it the worst frame where the file knows it."""
+    tail = (data.get("tails") or {}).get(name)
+    worst = "" if tail is None else f"{show(name, tail['worst'])} at {tail['worst_frame']:,}"
+    return html.Cell(show(name, data["summary"].get(name)), worst)
+
+
+def _facts(runs: Sequence[Data], labels: Sequence[str]) -> dict[str, str]:
+    first = runs[0]
+    words = ["second video"] if len(runs) == 1 else [f"video {n}" for n in range(1, len(runs) + 1)]
+    entries = {"first video" if len(runs) == 1 else "reference": _source(first["sources"][0])}
+    for word, data in zip(words, runs, strict=True):
+        entries[word] = _source(data["sources"][1])
+    entries["compared"] = f"{first['frames']} frames, {float(first['fps']):g} a second"
+    if len(runs) > 1:
+        entries["commands"] = "; ".join(str_command(data["command"]) for data in runs)
+    return entries | html.versions(first["environment"])
+
+
+def _source(source: Data) -> str:
+    parts = [
+        f"{source['width']} × {source['height']}",
+        f"{source['frames']} frames",
+        f"{float(source['fps']):g} a second",
+        source["codec"],
+        source["pixel_format"],
+    ]
+    return f"{source['path']}: {', '.join(str(p) for p in parts if p)}"
+
+
+def str_command(command: Any) -> str:
+    """The command of a run as text."""
     return command if isinstance(command, str) else shlex.join(map(str, command))
 
 
-def _file(frames: Frames, fps: Fraction) -> bytes:
-    """For browsers without scripts; takes too large for a sheet have their one film instead."""
-    from steadykv.report.theatre import fits_a_sheet
-    from steadykv.report.video import encode_mp4
-
-    return encode_mp4(frames, fps) if fits_a_sheet(*frames.shape[:3]) else b""
+def _with_file(film: Film, fps: Fraction) -> Film:
+    """With a file for browsers without scripts; takes too large for a sheet share one film."""
+    small = fits_a_sheet(*film.frames.shape[:3])
+    mp4 = encode_mp4(film.frames, fps) if small else b""
+    return Film(film.title, film.caption, film.frames, mp4, film.series, film.psnr)
 
 
 def _name(source: Data) -> str:
     return str(source["path"]).replace("\\", "/").rsplit("/", 1)[-1]
-
-
-def _known(name: str) -> Known:
-    title = name.replace("_", " ")
-    return METRICS.get(name, Known(title, "", f"{title}, as `steadykv measure` names it."))
-
-
-def _number(value: Any) -> float | None:
-    """A number of the file: JSON has no infinity, so it is the word "inf" there."""
-    return None if value is None else float(value)

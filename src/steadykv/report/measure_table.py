@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.table import Table
@@ -48,4 +48,15 @@ def window_table(data: Mapping[str, Any]) -> Table:
     for window in data["windows"]:
         label = f"{window['start']:,}–{window['end'] - 1:,}"
         table.add_row(label, *(number(window[name], name) for name in names))
+    return table
+
+
+def runs_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """One row a measurement, as `steadykv report` merges them."""
+    names = list(dict.fromkeys(name for row in rows for name in row if name in METRICS))
+    table = Table("run", "video", box=None, pad_edge=False)
+    for name in names:
+        table.add_column(METRICS[name].title, justify="right")
+    for row in rows:
+        table.add_row(row["run"], row["video"], *(number(row.get(name), name) for name in names))
     return table

@@ -6,8 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from steadykv.report import html, plots, text
+from steadykv.report.memory import about_memory, memory_by_part
 from steadykv.report.pages import Report, curves, report_page, size_plot
-from steadykv.report.tables import number_table, paired_table
+from steadykv.report.tables import memory_table, number_table, paired_table
 
 
 def merged_page(
@@ -54,12 +55,17 @@ def _group(
             html.paragraphs([text.about_pairs(against)]),
             paired_table(rows, report.series, against),
         ]
-    body.append(
-        html.figure(plots.psnr_by_frame(curves(report), report.configuration["context_frames"]))
-    )
-    if report.has_intervals:
-        body.append(html.figure(size_plot(report)))
-    return body
+    start = report.configuration["context_frames"]
+    body.append(html.figure(plots.psnr_by_frame(curves(report), start, f"psnr-{number}")))
+    if text.packed_rows(rows):
+        figure = size_plot(report, f"bits-{number}")
+        body += [html.paragraphs([text.about_sizes(rows)], "note"), html.figure(figure)]
+    return [
+        *body,
+        html.paragraphs([about_memory(rows)], "note"),
+        html.figure(memory_by_part(rows, f"memory-{number}")),
+        memory_table(rows, report.series),
+    ]
 
 
 def describe(shared: Mapping[str, Any], differing: Sequence[str]) -> str:

@@ -13,7 +13,7 @@ from steadykv.evaluation.metrics import psnr_by_frame
 from steadykv.evaluation.protocol import FLOOR, FLOORS
 from steadykv.report import html, plots, text
 from steadykv.report.memory import about_memory, memory_by_part
-from steadykv.report.tables import number_table, paired_table
+from steadykv.report.tables import memory_table, number_table, paired_table
 from steadykv.report.theatre import Film, players
 from steadykv.report.video import Frames
 
@@ -85,7 +85,7 @@ def report_page(report: Report) -> str:
         html.paragraphs([text.about_psnr(rows), *([text.FOLLOWS] if report.videos else [])]),
         html.figure(plots.psnr_by_frame(curves(report), shared["context_frames"])),
     ]
-    if report.has_intervals:
+    if text.packed_rows(rows):
         body += [
             html.heading("Quality against size"),
             html.paragraphs([text.about_sizes(rows)]),
@@ -95,6 +95,7 @@ def report_page(report: Report) -> str:
         html.heading("Memory by part"),
         html.paragraphs([about_memory(rows)]),
         html.figure(memory_by_part(rows)),
+        memory_table(rows, report.series),
     ]
     example = (report.shift or {}).get("example")
     if example is not None and "bf16" in report.videos:
@@ -162,8 +163,8 @@ def curves(report: Report) -> list[plots.Curve]:
     return result
 
 
-def size_plot(report: Report) -> str:
-    """PSNR over the longest window against bits per element, with intervals."""
+def size_plot(report: Report, prefix: str = "bits") -> str:
+    """PSNR over the longest window against bits per element, with the intervals there are."""
     points = []
     for row in text.packed_rows(report.rows):
         low, high = (row["intervals"] or {}).get("psnr", (None, None))
@@ -178,7 +179,7 @@ def size_plot(report: Report) -> str:
             )
         )
     floor = next((row["psnr"] for row in report.rows if row["method"] == FLOOR), None)
-    return plots.quality_by_bits(points, floor)
+    return plots.quality_by_bits(points, floor, prefix)
 
 
 def shift_looks(report: Report, example: Mapping[str, Any]) -> list[html.Look]:

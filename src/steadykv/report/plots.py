@@ -97,7 +97,10 @@ def psnr_by_frame(curves: Sequence[Curve], first_frame: int, prefix: str = "psnr
 
 
 def quality_by_bits(points: Sequence[Point], floor: float | None, prefix: str = "bits") -> str:
-    """Quality (PSNR, dB) against bits per element; the front of undominated methods is joined."""
+    """Quality (PSNR, dB) against bits per element; the front of undominated methods is joined.
+
+    A point without an interval is hollow.
+    """
     figure, axes = blank_figure(6.6, 3.7, "PSNR against BF16 in dB: higher is closer")
     front: list[Point] = []
     for point in sorted(points, key=lambda p: (p.bits, -p.quality)):
@@ -123,7 +126,10 @@ def quality_by_bits(points: Sequence[Point], floor: float | None, prefix: str = 
                 linewidth=1.6,
                 zorder=2,
             )
-        axes.scatter([point.bits], [quality], s=52, color=colour_of(point.colour), zorder=3)
+        colour = colour_of(point.colour)
+        face = PAPER if point.low is None else colour
+        axes.scatter([point.bits], [quality], s=52, facecolors=face, edgecolors=colour,
+                     linewidths=1.8, zorder=3)  # fmt: skip
     if floor is not None and math.isfinite(floor):
         axes.axhline(_cap(floor), color=DIM, linewidth=1.4, linestyle=(0, (1, 2)))
         axes.text(

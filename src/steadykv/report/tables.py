@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from steadykv.evaluation.protocol import FLOORS
+from steadykv.evaluation.protocol import FLOOR, FLOORS
 from steadykv.evaluation.verdict import Word
 from steadykv.report import html, text
 from steadykv.report.measures import Measure, is_best, measures
+from steadykv.report.memory import memory_columns
 
 Row = Mapping[str, Any]
 
@@ -27,6 +28,22 @@ def number_table(rows: Sequence[Row], series: Mapping[str, int]) -> str:
         title = text.method_title(row["method"])
         lines.append(html.Row(title, cells, series.get(row["method"]), is_floor))
     return html.table([html.Column(m.title, m.unit, m.meaning) for m in columns], lines)
+
+
+def memory_table(rows: Sequence[Row], series: Mapping[str, int]) -> str:
+    """The bars of the memory figure as numbers, folded away."""
+    shown = [row for row in rows if row["method"] != FLOOR]
+    columns = memory_columns(rows)
+    head = [html.Column(name, "MiB", "") for name, _ in columns]
+    lines = [
+        html.Row(
+            text.method_title(row["method"]),
+            [html.Cell(values[index]) for _, values in columns],
+            series.get(row["method"]),
+        )
+        for index, row in enumerate(shown)
+    ]
+    return html.folded("These bars in numbers", html.plain_table(head, lines))
 
 
 def paired_table(rows: Sequence[Row], series: Mapping[str, int], against: str) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from steadykv.report import html, text
 from steadykv.report.measures import Measure, is_best
+from steadykv.report.shift_figures import ABOUT, shift_drawings, shift_table
 from steadykv.report.tensor_measures import show, tensor_measures
 from steadykv.report.tensor_plots import Drawing, series_of
 
@@ -32,9 +33,10 @@ class TensorReport:
 def tensor_page(report: TensorReport) -> str:
     """The whole page as one HTML document that needs no other file and no network."""
     rows = report.rows
-    body = [html.paragraphs(report.data["notes"], "note"), _table(rows)]
+    body = [html.paragraphs(report.data["notes"], "note"), tensor_table(rows)]
     for drawing in report.drawings:
         body += [html.heading(drawing.title), html.figure(drawing.svg())]
+    body += shift_section(rows, report.data["cells"])
     body += [
         html.heading("How this was made"),
         html.command_line(report.command),
@@ -47,6 +49,22 @@ def tensor_page(report: TensorReport) -> str:
         body=body,
         footer="All bits are counted from the tensors that were really stored.",
     )
+
+
+def shift_section(rows: Sequence[Row], cells: Sequence[Row], suffix: str = "") -> list[str]:
+    """Figures of token shift by place, each with its numbers; `suffix` keeps their ids apart."""
+    figures = shift_drawings(rows, cells)
+    if not figures:
+        return []
+    body = [html.heading("Where the selected key changes"), html.paragraphs([ABOUT])]
+    for figure in figures:
+        named = replace(figure, name=f"{figure.name}{suffix}")
+        body += [
+            html.subheading(figure.title),
+            html.figure(named.svg()),
+            shift_table(figure.name, rows, cells),
+        ]
+    return body
 
 
 def headline(rows: Sequence[Row]) -> str:
@@ -86,7 +104,8 @@ def lead(rows: Sequence[Row]) -> list[str]:
     return [f"{error}.", size, warning]
 
 
-def _table(rows: Sequence[Row]) -> str:
+def tensor_table(rows: Sequence[Row]) -> str:
+    """The numbers of every method."""
     columns = tensor_measures(rows)
     series = series_of(rows)
     lines = [

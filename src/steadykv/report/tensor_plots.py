@@ -96,7 +96,7 @@ def drawings(rows: Sequence[Row], cells: Sequence[Row]) -> list[Drawing]:
 
 def _sizes(rows: Sequence[Row], name: str, what: str, theme: Theme) -> Figure:
     """Error against bits: nearer the lower left corner is better."""
-    figure, axes = _figure(f"relative {what}: lower is closer", theme)
+    figure, axes = empty_figure(f"relative {what}: lower is closer", theme)
     series = series_of(rows)
     points = [row for row in rows if row[name] is not None]
     for index, row in enumerate(points):
@@ -124,7 +124,7 @@ def _sizes(rows: Sequence[Row], name: str, what: str, theme: Theme) -> Figure:
 
 def _parts(rows: Sequence[Row], theme: Theme) -> Figure:
     """Stacked bars, keys above values of each method."""
-    figure, axes = _figure("bits per number of keys (K) and values (V)", theme, len(rows))
+    figure, axes = empty_figure("bits per number of keys (K) and values (V)", theme, len(rows))
     parts = list(
         dict.fromkeys(p for row in rows for side in row["bits_by_part"].values() for p in side)
     )
@@ -148,7 +148,7 @@ def _parts(rows: Sequence[Row], theme: Theme) -> Figure:
 
 def _sides(rows: Sequence[Row], theme: Theme) -> Figure:
     """Three bars a method: only keys, only values, both packed."""
-    figure, axes = _figure("relative error of the attention output", theme, len(rows))
+    figure, axes = empty_figure("relative error of the attention output", theme, len(rows))
     names = {"output_error_keys": "keys only", "output_error_values": "values only",
              "output_error": "both"}  # fmt: skip
     for offset, (name, label) in enumerate(names.items()):
@@ -166,7 +166,7 @@ def _lines(
     rows: Sequence[Row], cells: Sequence[Row], key: str, name: str, what: str, theme: Theme
 ) -> Figure:
     """Mean of one measure by span or by layer, one line a method."""
-    figure, axes = _figure(f"relative {what} by {key}: lower is closer", theme)
+    figure, axes = empty_figure(f"relative {what} by {key}: lower is closer", theme)
     series, ends = series_of(rows), []
     for index, row in enumerate(rows):
         by_key: dict[int, list[float]] = {}
@@ -191,7 +191,7 @@ def _lines(
     return figure
 
 
-def _figure(title: str, theme: Theme, bars: int | None = None) -> tuple[Figure, Axes]:
+def empty_figure(title: str, theme: Theme, bars: int | None = None) -> tuple[Figure, Axes]:
     """An empty figure; `bars` groups of horizontal bars set its height."""
     height = 3.7 if bars is None else 1.3 + 0.62 * bars
     figure = Figure(figsize=(6.6, height), dpi=150, layout="constrained")

@@ -293,10 +293,25 @@ def about_pairs(against: str) -> str:
 
 def about_sizes(rows: Sequence[Row]) -> str:
     """How to read the plot of quality against size."""
+    packed = packed_rows(rows)
+    bounded = [row for row in packed if (row["intervals"] or {}).get("psnr")]
+    if len(bounded) == len(packed):
+        intervals = "The vertical line is the confidence interval of the mean."
+    elif bounded:
+        intervals = (
+            "The vertical line is the confidence interval of the mean; a hollow point has none, "
+            "for want of two complete walks, and says less."
+        )
+    else:
+        walks = max(row["n_rollouts"] for row in packed)
+        what = "one walk" if walks == 1 else "fewer than two complete walks"
+        intervals = (
+            f"The points are hollow, because {what} gives no confidence interval: on another walk "
+            "they may stand in another order."
+        )
     return (
         "Each point is a method: further left is smaller, further up is closer to the original. "
-        "The vertical line is the confidence interval of the mean. The dashed line joins the "
-        "methods that no other one beats in both."
+        f"{intervals} The dashed line joins the methods that no other one beats in both."
     )
 
 

@@ -47,11 +47,12 @@ class Film:
     psnr: Sequence[float | None] = ()
 
 
-def players(films: Sequence[Film], fps: Fraction | float, first_frame: int) -> str:
+def players(films: Sequence[Film], fps: Fraction | float, first_frame: int, start: int = 0) -> str:
     """Players in step over one timeline; film 0 is the original that the others are compared with.
 
-    ``first_frame`` is the number of given frames before the first generated one. Raises ShapeError
-    where a film differs from film 0 in size or length.
+    ``first_frame`` is the number of given frames before the first generated one; ``start`` is the
+    number by which the page calls the films' first frame, where they are a part of longer ones.
+    Raises ShapeError where a film differs from film 0 in size or length.
     """
     shapes = [check_frames(film.frames, film.title).shape for film in films]
     for film, shape in zip(films, shapes, strict=True):
@@ -68,6 +69,7 @@ def players(films: Sequence[Film], fps: Fraction | float, first_frame: int) -> s
         "height": height,
         "sheetColumns": SHEET_COLUMNS,
         "firstFrame": first_frame,
+        "start": start,
         "fps": float(fps),
         "heatSteps": HEAT_STEPS,
     }

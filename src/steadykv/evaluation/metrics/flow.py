@@ -13,8 +13,9 @@ from steadykv.evaluation.metrics.optional import optional_module
 
 SMALLEST = 16
 """Shortest side in which DIS finds its 8 x 8 patches."""
-# Ruder, Dosovitskiy, Brox 2016, section 4.1, equations 5 and 6: occluded where forward and backward
-# flow do not cancel, or where the flow itself has an edge.
+# Ruder, Dosovitskiy, Brox 2016 (arXiv 1604.08610), the weights of their temporal consistency loss:
+# occluded where forward and backward flow do not cancel, or where the flow itself has an edge. The
+# same four numbers stand in `detect_occlusion` of the code that Lai et al. released.
 CHECK_RATIO, CHECK_SLACK = 0.01, 0.5
 EDGE_RATIO, EDGE_SLACK = 0.01, 0.002
 
@@ -27,11 +28,12 @@ def warped_error_by_step(video: Frames, reference: Frames | None = None) -> torc
     itself: flicker then disturbs the flow as well. Unit: (full range of a pixel)². Element t - 1
     belongs to the step into frame t; NaN where the mask is empty, as after a cut.
 
-    Source: Lai et al. 2018 (arXiv 1808.00449), equations 8 and 9, with OpenCV's DIS flow (Kroeger
-    et al. 2016, its medium preset) in place of FlowNet2 and the occlusion mask of Ruder et al.
-    2016. Numbers of another flow do not compare. Runs on the CPU; allocates about 150 bytes per
-    pixel of one frame. Raises BackendUnavailable (OpenCV is not installed), NonFiniteError,
-    ShapeError.
+    Source: the flow warping error of Lai et al. 2018 (arXiv 1808.00449), as their released
+    `evaluate_WarpError.py` computes it, with OpenCV's DIS flow (Kroeger et al. 2016, its medium
+    preset) in place of FlowNet2 and, as there, the occlusion mask of Ruder et al. 2016. An empty
+    mask counts as 0 there and is NaN here. Numbers of another flow do not compare. Runs on the CPU;
+    allocates about 150 bytes per pixel of one frame. Raises BackendUnavailable (OpenCV is not
+    installed), NonFiniteError, ShapeError.
     """
     frames = frame_batch(video, "video")
     guide = frames if reference is None else frame_pair(reference, video)[0]

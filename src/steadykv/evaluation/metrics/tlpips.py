@@ -21,8 +21,9 @@ def tlpips_by_step(
     ``reference`` and ``video`` are uint8 [T, H, W, 3] or [B, T, H, W, 3] with sides of at least 31;
     ``model`` and ``batch`` as for :func:`lpips_by_frame`. Unit: that of LPIPS; 0 where both change
     equally much, whatever each of them shows. Element t - 1 belongs to the step into frame t.
-    Source: tLP of Chu et al. 2018 (TecoGAN, arXiv 1811.09393, section 5), whose tables hold 100
-    times the number. Allocates what :func:`lpips_by_frame` does. Raises NonFiniteError, ShapeError.
+    Source: tLP of Chu et al. 2018 (TecoGAN, arXiv 1811.09393); the `metrics.py` that they released
+    gives 100 times the number. Allocates what :func:`lpips_by_frame` does. Raises NonFiniteError,
+    ShapeError.
     """
     from steadykv.evaluation.metrics.lpips import lpips_by_frame
 

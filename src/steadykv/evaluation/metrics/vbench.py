@@ -12,7 +12,7 @@ def vbench_flickering(video: Frames) -> torch.Tensor:
     """(255 - mean over steps of mean |v_t - v_(t-1)|) / 255, FP64 [] or [B]; static videos give 1.
 
     ``video`` is uint8 [T, H, W, 3] or [B, T, H, W, 3]; no unit, higher is steadier. The formula of
-    the dimension "temporal flickering" of VBench (Huang et al. 2024, section 4.1; `mae_seq` and
+    the dimension "temporal flickering" of VBench (Huang et al. 2024; `mae_seq` and
     `cal_score` of version 0.1.5), which asks for videos of static scenes: what a camera or an
     object moves counts as flicker. The package decodes files to BGR; the order of channels does not
     matter to the mean. Allocates 4 bytes per pixel value of one frame of every video. Raises

@@ -3,7 +3,8 @@
 // shows now, "seek" asks for another frame.
 for (const theatre of document.querySelectorAll(".theatre")) {
   const facts = JSON.parse(theatre.dataset.film);
-  const { frames, width, height, firstFrame } = facts;
+  // Frames are numbered from 0 here; everywhere else on the page `start` is the first.
+  const { frames, width, height, firstFrame, start } = facts;
   const find = (selector) => theatre.querySelector(selector);
   const screens = [...theatre.querySelectorAll(".screen")].map((element) => ({
     glass: element.querySelector(".glass"),
@@ -59,14 +60,15 @@ for (const theatre of document.querySelectorAll(".theatre")) {
     screens.forEach(paintScreen);
     theatre.dataset.drawn = source.drawn;
     slider.value = source.frame;
-    find("output").innerHTML = `<span class="word">frame </span>${source.frame} / ${frames - 1}`;
+    find("output").innerHTML = `<span class="word">frame </span>${start + source.frame} / ${start + frames - 1}`;
+    slider.setAttribute("aria-valuetext", `frame ${start + source.frame}`);
     find(".play").textContent = source.playing ? "❚❚" : "▶";
     find(".play").setAttribute("aria-label", source.playing ? "pause" : "play");
     const most = 255 / state.gain;
     find(".legend").hidden = !state.heat;
     find(".legend span").textContent = `0 to ${most >= 10 ? Math.round(most) : most.toFixed(1)} grey levels: how ` +
       `much the change from frame to frame differs from the original's, mean of ${facts.heatSteps} steps`;
-    document.dispatchEvent(new CustomEvent("frame", { detail: source.frame }));
+    document.dispatchEvent(new CustomEvent("frame", { detail: start + source.frame }));
   };
   source.onframe = draw;
 
@@ -98,7 +100,7 @@ for (const theatre of document.querySelectorAll(".theatre")) {
   slider.oninput = () => seek(Number(slider.value));
   find(".speed").onchange = (event) => { source.speed = Number(event.target.value); };
   find(".light").onclick = () => bright(!state.bright);
-  document.addEventListener("seek", (event) => seek(event.detail));
+  document.addEventListener("seek", (event) => seek(event.detail - start));
   // A control used by mouse or finger gives the keyboard back, so that space means play again.
   theatre.addEventListener("pointerup", (event) => event.target.closest("button")?.blur());
   theatre.addEventListener("change", (event) => event.target.closest("select")?.blur());
@@ -144,7 +146,7 @@ for (const theatre of document.querySelectorAll(".theatre")) {
     const link = location.hash.match(/^#(frame|wipe|difference|flicker)=(\d+)$/);
     if (link && link[1] === "flicker") heat(true);
     else if (link && link[1] !== "frame") view(link[1]);
-    if (link) seek(Number(link[2]));
+    if (link) seek(Number(link[2]) - start);
     else { draw(); if (!matchMedia("(prefers-reduced-motion: reduce)").matches) play(true); }
   });
 }
