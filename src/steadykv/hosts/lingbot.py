@@ -92,7 +92,7 @@ def install(session: Session, host: Any) -> None:
             "because the host cuts the padding off its keys behind the rotary embedding"
         )
     function, rope = function_of(attention, ATTENTION), function_of(attention, ROPE)
-    caches = DictCaches(session, attention, 1, function=function, rope=rope)
+    caches = DictCaches(session, attention, function=function, rope=rope)
     made: list[str] = []  # branches of this video so far
 
     def initialize(
