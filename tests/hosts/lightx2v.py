@@ -134,6 +134,7 @@ class Model:
             torch.randn(3, WIDTH, WIDTH, generator=generator).mul(0.2).bfloat16()
             for _ in range(LAYERS)
         ]
+        self.biases = [torch.zeros(3, WIDTH).bfloat16() for _ in range(LAYERS)]
         self.transformer_weights = SimpleNamespace(
             blocks=[
                 SimpleNamespace(
@@ -149,8 +150,9 @@ class Model:
         manager = self.kv_cache_manager
         pool, settings = manager.self_attn_kv_cache, manager.ar_config
         limit = settings.get("max_attention_size", manager.kv_size)
-        for layer, weights in enumerate(self.weights):
-            q, k, v = ((x @ w).unflatten(-1, (HEADS, DIM)) for w in weights)
+        for layer in range(LAYERS):
+            weights = zip(self.weights[layer], self.biases[layer], strict=True)
+            q, k, v = ((x @ w + b).unflatten(-1, (HEADS, DIM)) for w, b in weights)
             new = k.shape[0]
             phase = self.transformer_weights.blocks[layer].compute_phases[0]
             frames = new // FRAME

@@ -60,17 +60,17 @@ class SeenRotation:
         self._asks = False
         session.patches.on_undo(self._forget)
 
-    def watch_first(self, title: str, owner: Any, names: Sequence[str]) -> None:
-        """See the first of these functions that `owner` knows, which turns one tensor."""
-        for name in names:
-            if callable(getattr(owner, name, None)):
-                self.watch(owner, name)
-                return
-        raise HostError(
-            f"{title}: got {getattr(owner, '__name__', owner)} without a function "
-            f"{' or '.join(map(repr, names))}: expected the rotary embedding that its attention "
-            f"calls; {HELP}"
-        )
+    def watch_all(self, title: str, owner: Any, names: Sequence[str]) -> None:
+        """See those of these functions that `owner` knows, which turn one tensor."""
+        known = [name for name in names if callable(getattr(owner, name, None))]
+        if not known:
+            raise HostError(
+                f"{title}: got {getattr(owner, '__name__', owner)} without a function "
+                f"{' or '.join(map(repr, names))}: expected the rotary embedding that its "
+                f"attention calls; {HELP}"
+            )
+        for name in known:
+            self.watch(owner, name)
 
     def watch(self, owner: Any, name: str, tensors: int = 1) -> None:
         """See the calls of `owner.name`, which turns so many tensors, its first arguments."""

@@ -77,7 +77,7 @@ def install(session: Session, host: Any) -> None:
     seen: SeenRotation | None = None
     if stores_before_rope(session):  # then block 0 and the queries are in one frame
         seen = SeenRotation(session)
-        seen.watch_first(TITLE, module_of(attention), EMBEDDINGS)
+        seen.watch_all(TITLE, module_of(attention), EMBEDDINGS)
     elif session.needs_queries and session.config.keys.first_span == "own":
         changes["first_span"] = "paper"
         session.warn(

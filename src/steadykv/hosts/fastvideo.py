@@ -74,7 +74,7 @@ def install(session: Session, host: Any) -> None:
     seen: SeenRotation | None = None
     if stores_before_rope(session) and not is_relativistic(attention):
         seen = SeenRotation(session)
-        seen.watch_first(TITLE, module_of(attention), EMBEDDINGS)
+        seen.watch_all(TITLE, module_of(attention), EMBEDDINGS)
 
     def is_free(branch: str) -> bool:
         return branch not in newest or newest[branch]() is None

@@ -107,7 +107,7 @@ def _install(session: Session, host: Any, prefix: str) -> None:
     seen: SeenRotation | None = None
     if stores_before_rope(session) and not is_rotated_on_read(blocks[0].self_attn):
         seen = SeenRotation(session)
-        seen.watch_first(TITLE, module_of(blocks[0].self_attn), EMBEDDINGS)
+        seen.watch_all(TITLE, module_of(blocks[0].self_attn), EMBEDDINGS)
     frames = host.config.len_t // host.config.network.patch_size[0]
     built: list[KVCache] = []  # of the newest rollout, one for each branch
     turns: list[KeyTurns] = []  # of the branch that was built last

@@ -65,7 +65,7 @@ def install(session: Session, host: Any) -> None:
     is_relative = getattr(host, "use_relative_rope", False)
     if stores_before_rope(session) and not is_relative:
         seen = SeenRotation(session)
-        seen.watch_first(TITLE, module_of(attention), EMBEDDINGS)
+        seen.watch_all(TITLE, module_of(attention), EMBEDDINGS)
     block_tokens = host.num_frame_per_block * host.frame_seq_length
 
     def entries(branch: str, batch: int, dtype: torch.dtype, device: Any) -> list[IndexedEntry]:

@@ -48,6 +48,7 @@ class Turns:
         """The same in memory of their own, so that a part does not keep the whole."""
         return Turns(self.cos.clone(), self.sin.clone(), self.neighbours)
 
+    @torch.no_grad()
     def turn(self, x: Tensor, block: int, *, back: bool = False) -> Tensor:
         """Turn x [B, S, H, D] in place, or back, so many tokens at a time; returns it.
 
@@ -60,24 +61,20 @@ class Turns:
             if back:
                 size = cos.square() + sin.square()
                 cos, sin = cos / size, -sin / size
-            a, b = (half.float() for half in self._pairs(part))
-            for half, turned in zip(
-                self._pairs(part), (a * cos - b * sin, a * sin + b * cos), strict=True
-            ):
-                half.copy_(turned)
+            pairs = pairs_of(part, self.neighbours)
+            a, b = (half.float() for half in pairs)
+            turned = a * cos - b * sin, a * sin + b * cos
+            for half, new in zip(pairs, turned, strict=True):
+                half.copy_(new)
         return x
-
-    def _pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of the first and of the second channel of each pair."""
-        return pairs_of(x, self.neighbours)
 
 
 def pairs_of(x: Tensor, neighbours: bool) -> tuple[Tensor, Tensor]:
     """Views of the first and of the second channel of each pair."""
     if neighbours:
         return x[..., 0::2], x[..., 1::2]
-    first, second = x.chunk(2, -1)
-    return first, second
+    half = x.shape[-1] // 2
+    return x[..., :half], x[..., half:]
 
 
 @dataclass(frozen=True)
@@ -106,6 +103,7 @@ class Call:
             return x.unflatten(2, (self.heads, -1))
         return x if x.dim() == 4 else x[None]
 
+    @torch.no_grad()
     def turns(self, neighbours: bool) -> tuple[Turns, bool]:
         """What it does to (1, 0) in every pair, and whether that is known in FP32.
 
@@ -149,5 +147,5 @@ def results_of(out: Any, given: Sequence[Tensor]) -> list[Tensor]:
 
 def error_of(turns: Turns, source: Tensor, turned: Tensor) -> float:
     """How far turning source [B, S, H, D] is from what the host made of it; waits."""
-    ours = turns.turn(source.float(), source.shape[1])
+    ours = turns.turn(source.to(torch.float32, copy=True), source.shape[1])
     return float((ours - turned.float()).norm() / turned.float().norm().clamp_min(1e-20))
