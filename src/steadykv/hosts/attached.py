@@ -11,6 +11,7 @@ from steadykv.cache.ledger import MemoryMeter
 
 if TYPE_CHECKING:
     from steadykv.hosts.before_rope import KeyTurns
+    from steadykv.hosts.given_rotation import GivenRotation
 
 __all__ = ["AttachedCaches"]
 
@@ -29,7 +30,7 @@ class AttachedCaches:
     def __init__(self) -> None:
         self.meter = MemoryMeter()
         self.branches: dict[str, KVCache] = {}
-        self.turns: dict[str, KeyTurns] = {}
+        self.turns: dict[str, KeyTurns | GivenRotation] = {}
         self.notes: list[str] = []
 
     def add(self, branch: str, cache: KVCache) -> None:
