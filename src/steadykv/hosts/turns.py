@@ -18,7 +18,7 @@ from steadykv.errors import HostError
 __all__ = ["Call", "Turns", "error_of"]
 
 # What kernels raise that take no FP32.
-_REFUSALS = (RuntimeError, ValueError, TypeError, NotImplementedError, AssertionError)
+_REFUSALS = (RuntimeError, ValueError, TypeError, AssertionError)
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Call:
     """How the host called its function: everything but the numbers of the turned tensors.
 
     sizes: of the turned tensors, the first arguments: [B, S, H, D], [S, H, D] or, with `heads`,
-    [B, S, H·D]. results: tensors that a call with these arguments turned.
+    [B, S, H·D]. like: a tensor of their dtype and device.
     """
 
     function: Callable[..., Any]
