@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.hosts.self_forcing import causal_rope_apply, rope_table
+
 FRAME = 8  # tokens a frame
 BLOCK_FRAMES = 3
 BUFFER_FRAMES, ATTENDED_FRAMES = 24, 21
@@ -33,30 +35,24 @@ def text_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-def rotated(x: Tensor, first_frame: int, tokens: int) -> Tensor:
-    """x [B, S, H, D] turned by each token's frame and by its place in the frame, in FP64."""
-    half = x.shape[-1] // 2
-    index = torch.arange(x.shape[1], dtype=torch.float64)
-    frame, place = index // tokens + first_frame, index % tokens
-    speed = 50.0 ** -(torch.arange(half, dtype=torch.float64) / half)
-    angles = torch.where(torch.arange(half) % 2 == 0, frame[:, None], place[:, None]) * speed
-    pairs = torch.view_as_complex(x.double().unflatten(-1, (half, 2)).contiguous())
-    turned = pairs * torch.polar(torch.ones_like(angles), angles)[None, :, None]
-    return torch.view_as_real(turned).flatten(-2).type_as(x)
-
-
 class SelfAttention(nn.Module):
     def __init__(self, frame: int) -> None:
         super().__init__()
         self.num_heads, self.head_dim = HEADS, DIM
         self.frame_length, self.block_length = frame, BLOCK_FRAMES * frame
         self.max_attention_size = ATTENDED_FRAMES * frame
+        self.freqs = rope_table()
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def turned(self, x: Tensor, first_frame: int) -> Tensor:
+        tokens = self.frame_length
+        grid = torch.tensor([[x.shape[1] // tokens, 2, tokens // 2]])
+        return causal_rope_apply(x, grid, self.freqs, start_frame=first_frame).type_as(x)
 
     def forward(self, x: Tensor, kv_cache: Any, start: int, updating_cache: bool) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (HEADS, DIM)) for f in (self.q, self.k, self.v))
         block, frame, place = self.block_length, self.frame_length, start // self.frame_length
-        turned_q, turned_k = rotated(q, place, frame), rotated(k, place, frame)
+        turned_q, turned_k = self.turned(q, place), self.turned(k, place)
         # Only the first block of the query is stored.
         end, size = start + block, kv_cache["k"].shape[1]
         local, known = kv_cache["local_end_index"].item(), kv_cache["global_end_index"].item()
@@ -82,13 +78,13 @@ class SelfAttention(nn.Module):
             keys = kv_cache["k"][:, begin:stop].clone()
             values = kv_cache["v"][:, begin:stop]
             if begin == 0:
-                keys[:, :block] = rotated(keys[:, :block], 0, frame)
+                keys[:, :block] = self.turned(keys[:, :block], 0)
             return self.o(attention(turned_q, keys, values).flatten(2))
         room = self.max_attention_size - q.shape[1] - block
         begin = max(block, first - room)
         keys, values = kv_cache["k"][:, begin:first], kv_cache["v"][:, begin:first]
         anchor_place = place - keys.shape[1] // frame - BLOCK_FRAMES
-        anchor = rotated(kv_cache["k"][:, :block], anchor_place, frame)
+        anchor = self.turned(kv_cache["k"][:, :block], anchor_place)
         anchor_values = kv_cache["v"][:, :block]
         all_keys = torch.cat([anchor, keys, turned_k], 1)
         all_values = torch.cat([anchor_values, values, v], 1)

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.hosts.self_forcing import causal_rope_apply, rope_table
+
 FRAME = 8
 HEADS, DIM = 2, 32
 WIDTH = HEADS * DIM
@@ -26,14 +28,20 @@ class LocalAttention(nn.Module):
         return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
+def _apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> Tensor:
+    """x [B, S, H, D] turned by cos, sin [S, D / 2], in the dtype of x; what causal Wan calls."""
+    assert not is_neox_style
+    cos, sin = (t[:, None].to(x.dtype) for t in (cos, sin))
+    a, b = x[..., ::2], x[..., 1::2]
+    return torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)
+
+
 def rotated(x: Tensor, start: int) -> Tensor:
     """x [B, S, H, D] turned by token positions from `start` on."""
     half = x.shape[-1] // 2
     positions = torch.arange(start, start + x.shape[1], dtype=torch.float64)
     angles = positions[:, None] * 100.0 ** -(torch.arange(half, dtype=torch.float64) / half)
-    pairs = torch.view_as_complex(x.double().unflatten(-1, (half, 2)).contiguous())
-    turned = pairs * torch.polar(torch.ones_like(angles), angles)[None, :, None]
-    return torch.view_as_real(turned).flatten(-2).type_as(x)
+    return _apply_rotary_emb(x, angles.cos().float(), angles.sin().float(), is_neox_style=False)
 
 
 def trimmed(k: Any, v: Any, length: int, sink: int) -> tuple[Tensor, Tensor]:
@@ -53,13 +61,23 @@ class SelfAttention(nn.Module):
         self.local_attn_size, self.sink_size = local, sink
         self.rope_cache_policy, self.trims = policy, trims
         self.attn = LocalAttention()
+        self.freqs = rope_table()
+
+    def turned(self, x: Tensor, start: int) -> Tensor:
+        """Frames of FRAME tokens by Matrix-Game-2's function, tokens by that of causal Wan."""
+        if not self.trims:
+            return rotated(x, start).type_as(x)
+        grid = torch.tensor([[x.shape[1] // FRAME, 2, FRAME // 2]])
+        return causal_rope_apply(x, grid, self.freqs, start_frame=start // FRAME).type_as(x)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, kv_cache: dict[str, Any], current_start: int,
         frame_seqlen: int,
     ) -> Tensor:  # fmt: skip
         raw = self.rope_cache_policy == "relativistic"
-        stored = k if raw else rotated(k, current_start)
+        if not raw:
+            q, k = self.turned(q, current_start), self.turned(k, current_start)
+        stored = k
         sink, new = self.sink_size * frame_seqlen, q.shape[1]
         attended = (21 if self.local_attn_size == -1 else self.local_attn_size) * frame_seqlen
         end = current_start + new
@@ -87,8 +105,8 @@ class SelfAttention(nn.Module):
             first = max(0, stop - attended)
             keys, values = kv_cache["k"][:, first:stop], kv_cache["v"][:, first:stop]
         window = min(stop, attended)
-        q = rotated(q, window - new if raw else current_start)
-        keys = rotated(keys, 0) if raw else keys
+        if raw:
+            q, keys = self.turned(q, window - new), self.turned(keys, 0)
         for name, value in (("global", end), ("local", stop)):
             if isinstance(kv_cache[f"{name}_end_index"], Tensor):
                 kv_cache[f"{name}_end_index"].fill_(value)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.hosts.self_forcing import causal_rope_apply, rope_table
+
 FRAME = 16  # tokens a frame
 HEADS, DIM = 2, 32
 LAYERS = 2
@@ -110,6 +112,21 @@ class Kernel:
         return nn.functional.scaled_dot_product_attention(q, k, v).transpose(0, 1).flatten(1)
 
 
+class CausalRope:
+    """One layer's rotary embedding: q and k [1, S, H, D] at once."""
+
+    def __init__(self) -> None:
+        self.is_in_place = False
+
+    def apply(
+        self, q: Tensor, k: Tensor, freqs: Tensor, grid_sizes: Tensor, start_frame: int
+    ) -> tuple[Tensor, Tensor]:
+        turned = [causal_rope_apply(x, grid_sizes, freqs, start_frame=start_frame) for x in (q, k)]
+        if self.is_in_place:
+            turned = [x.copy_(y) for x, y in zip((q, k), turned, strict=True)]
+        return turned[0], turned[1]
+
+
 class Model:
     def __init__(self) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -117,22 +134,37 @@ class Model:
             torch.randn(3, WIDTH, WIDTH, generator=generator).mul(0.2).bfloat16()
             for _ in range(LAYERS)
         ]
+        self.biases = [torch.zeros(3, WIDTH).bfloat16() for _ in range(LAYERS)]
         self.transformer_weights = SimpleNamespace(
             blocks=[
-                SimpleNamespace(compute_phases=[SimpleNamespace(self_attn_1=Kernel())])
+                SimpleNamespace(
+                    compute_phases=[SimpleNamespace(self_attn_1=Kernel(), causal_rope=CausalRope())]
+                )
                 for _ in range(LAYERS)
             ]
         )
-        self.seq_p_group = None
+        self.seq_p_group, self.freqs = None, rope_table()
         self.kv_cache_manager: Any = None
 
     def infer(self, x: Tensor, segment: int) -> Tensor:
         manager = self.kv_cache_manager
         pool, settings = manager.self_attn_kv_cache, manager.ar_config
         limit = settings.get("max_attention_size", manager.kv_size)
-        for layer, weights in enumerate(self.weights):
-            q, k, v = ((x @ w).unflatten(-1, (HEADS, DIM)) for w in weights)
+        for layer in range(LAYERS):
+            weights = zip(self.weights[layer], self.biases[layer], strict=True)
+            q, k, v = ((x @ w + b).unflatten(-1, (HEADS, DIM)) for w, b in weights)
             new = k.shape[0]
+            phase = self.transformer_weights.blocks[layer].compute_phases[0]
+            frames = new // FRAME
+            grid = torch.tensor([[frames, 2, FRAME // 2]])
+            q, k = phase.causal_rope.apply(
+                q.unsqueeze(0),
+                k.unsqueeze(0),
+                self.freqs,
+                grid_sizes=grid,
+                start_frame=segment * settings["num_frame_per_chunk"],
+            )
+            q, k = q.type_as(v)[0], k.type_as(v)[0]
             end = (segment + 1) * new
             known, local = pool.get_global_end(layer), pool.get_local_end(layer)
             stop = local + end - known
@@ -145,8 +177,7 @@ class Model:
             pool.set_ends(layer, end, stop)
             first = max(0, stop - limit)
             keys, values = pool.k_cache(layer, first, stop), pool.v_cache(layer, first, stop)
-            kernel = self.transformer_weights.blocks[layer].compute_phases[0].self_attn_1
-            x = x + torch.tanh(kernel.apply(q=q, k=keys, v=values, max_seqlen_q=new))
+            x = x + torch.tanh(phase.self_attn_1.apply(q=q, k=keys, v=values, max_seqlen_q=new))
         return x
 
 

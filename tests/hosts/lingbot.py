@@ -87,6 +87,7 @@ def shard(module: CausalAttention, rank: int, ranks: int, exchange: Exchange) ->
         self: Any, x: Tensor, grid: Tensor, kv_cache: Any, start: int, max_attention_size: int
     ) -> Tensor:
         q, k, v = self.project(x, grid, start, share)
+        q, k, v = (t[:, : x.shape[1]] for t in (q, k, v))  # padding is cut off behind RoPE
         tokens = torch.tensor(k.shape[1])  # bounds of slices are tensors here
         stop = self.store(kv_cache, k, v, start, int(grid[0, 1:].prod()))
         assert stop - tokens <= kv_cache["local_end_index"]

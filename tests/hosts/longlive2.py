@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.hosts.self_forcing import causal_rope_apply, rope_table
+
 FRAME = 8
 HEADS, DIM = 2, 32
 WIDTH = HEADS * DIM
@@ -26,27 +28,23 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)
 
 
-def rotated(x: Tensor, start: int) -> Tensor:
-    """x [B, S, H, D] turned by token positions from `start` on."""
-    half = x.shape[-1] // 2
-    positions = torch.arange(start, start + x.shape[1], dtype=torch.float64)
-    angles = positions[:, None] * 100.0 ** -(torch.arange(half, dtype=torch.float64) / half)
-    pairs = torch.view_as_complex(x.double().unflatten(-1, (half, 2)).contiguous())
-    turned = pairs * torch.polar(torch.ones_like(angles), angles)[None, :, None]
-    return torch.view_as_real(turned).flatten(-2).type_as(x)
-
-
 class SelfAttention(nn.Module):
     def __init__(self, frame: int) -> None:
         super().__init__()
         self.num_heads, self.head_dim, self.frame = HEADS, DIM, frame
         self.local_attn_size, self.sink_size, self.max_attention_size = 24, 0, 24 * frame
+        self.freqs = rope_table()
         self.q, self.k, self.v, self.o = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def turned(self, x: Tensor, start: int) -> Tensor:
+        grid = torch.tensor([[x.shape[1] // self.frame, 2, self.frame // 2]])
+        frame = start // self.frame
+        return causal_rope_apply(x, grid, self.freqs, start_frame=frame).type_as(x)
 
     def forward(self, x: Tensor, kv_cache: Any, start: int, relative: bool) -> tuple[Tensor, Any]:
         q, k, v = (f(x).unflatten(-1, (HEADS, DIM)) for f in (self.q, self.k, self.v))
         new, end, sink = q.shape[1], start + q.shape[1], self.sink_size * self.frame
-        stored = k if relative else rotated(k, start)
+        stored = k if relative else self.turned(k, start)
         assert not kv_cache.get("quantized", False)
         assert kv_cache["pinned_start"].item() == -1
         assert kv_cache["pinned_len"].item() == 0
@@ -69,8 +67,8 @@ class SelfAttention(nn.Module):
         else:
             keys, values = keys[:, first:stop], values[:, first:stop]
         place = keys.shape[1] - new if relative else start
-        keys = rotated(keys, 0) if relative else keys
-        out = self.o(attention(rotated(q, place), keys, values).flatten(2))
+        keys = self.turned(keys, 0) if relative else keys
+        out = self.o(attention(self.turned(q, place), keys, values).flatten(2))
         return out, (move, stop - new, stop, end, stored, v)
 
 

@@ -87,6 +87,30 @@ class DenseCache:
         return View(*found)
 
 
+def _apply_rotary_emb(x: Tensor, cos: Tensor, sin: Tensor, is_neox_style: bool) -> Tensor:
+    """x [B, S, H, D] turned by cos, sin [S, D / 2]: neighbouring channels, or the two halves."""
+    cos, sin = cos[:, None], sin[:, None]
+    a, b = x.chunk(2, -1) if is_neox_style else (x[..., ::2], x[..., 1::2])
+    turned = (a * cos - b * sin, b * cos + a * sin)
+    if is_neox_style:
+        return torch.cat(turned, -1).type_as(x)
+    return torch.stack(turned, -1).flatten(-2).type_as(x)
+
+
+def apply_flashinfer_rope_qk_inplace(
+    q: Tensor, k: Tensor, cos_sin_cache: Tensor, *, is_neox: bool
+) -> tuple[Tensor, Tensor]:
+    """Both at once and in place, as a fused kernel that takes BF16 alone."""
+    if q.dtype != torch.bfloat16:
+        raise RuntimeError(f"failed to dispatch data type {q.dtype}")
+    for x in (q, k):
+        x.copy_(_turned_by_kernel(x, *cos_sin_cache.chunk(2, -1), is_neox))
+    return q, k
+
+
+_turned_by_kernel = _apply_rotary_emb  # a kernel does not call the host's other function
+
+
 class Kernel(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
@@ -99,11 +123,22 @@ class Attention(nn.Module):
         self.to_qkv = nn.Linear(WIDTH, 3 * WIDTH)
         self.attn = Kernel()
         self.head_start = 0
+        self.is_fused, self.is_neox = False, False
 
     def forward(self, x: Tensor, cache: Any, start: int, recent: int | None) -> Tensor:
         q, k, v = self.to_qkv(x).unflatten(-1, (3, HEADS, DIM)).unbind(2)
-        angle = torch.arange(start, start + x.shape[1])[:, None, None] * 0.01
-        q, k = ((y * (1 + angle.sin())).type_as(v) for y in (q, k))
+        positions = torch.arange(start, start + x.shape[1])[:, None]
+        angles = positions * 100.0 ** -(torch.arange(DIM // 2) / (DIM // 2))
+        cos, sin = angles.cos(), angles.sin()
+        if self.is_fused:
+            both = torch.cat([cos, sin], -1)
+            q, k = apply_flashinfer_rope_qk_inplace(
+                q.contiguous(), k.contiguous(), both, is_neox=self.is_neox
+            )
+            q, k = q.type_as(v), k.type_as(v)
+        else:
+            q = _apply_rotary_emb(q, cos, sin, is_neox_style=self.is_neox).type_as(v)
+            k = _apply_rotary_emb(k, cos, sin, is_neox_style=self.is_neox).type_as(v)
         if cache.can_direct_current_attention(k.shape[1]):
             return self.attn(q, k, v).flatten(2)
         view = cache.update_and_get_attention_kv(

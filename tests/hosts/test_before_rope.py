@@ -81,7 +81,7 @@ def test_nothing_is_left_behind():
     assert_same_state(before, after)
 
 
-def test_another_embedding_is_refused(monkeypatch):
+def test_pairs_of_the_two_halves_are_found(monkeypatch):
     original = fixture.causal_rope_apply
 
     def halves(x, *args, **kwargs):
@@ -91,11 +91,24 @@ def test_another_embedding_is_refused(monkeypatch):
         return turned.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2).contiguous()
 
     monkeypatch.setattr(fixture, "causal_rope_apply", halves)
+    wanted, _ = video(skv.preset("bf16"))
+    got, _ = video(small_config("rtn", bits=4), store_keys="before_rope")
+    assert float((got - wanted).float().norm() / wanted.float().norm()) < 0.05
+
+
+def test_another_embedding_is_refused(monkeypatch):
+    original = fixture.causal_rope_apply
+
+    def mirrored(x, *args, **kwargs):
+        return original(x.flip(-1), *args, **kwargs)
+
+    monkeypatch.setattr(fixture, "causal_rope_apply", mirrored)
     with pytest.raises(HostError, match="rotary embedding is off by"):
         video(small_config("qvg"), store_keys="before_rope")
 
 
-def test_a_copy_of_the_keys_is_refused(monkeypatch):
+@pytest.mark.parametrize("edit", [torch.Tensor.clone, lambda x: 2 * x])
+def test_copies_of_the_keys_are_turned_back_and_other_keys_refused(monkeypatch, edit):
     original = fixture.SelfAttention.forward
 
     def forward(self, x, kv_cache, current_start):
@@ -112,13 +125,19 @@ def test_a_copy_of_the_keys_is_refused(monkeypatch):
                 return self.inner[key]
 
             def __setitem__(self, key, value):
-                self.inner[key] = value.clone()
+                self.inner[key] = edit(value)
 
         return original(self, x, Copying(), current_start)
 
+    config = small_config("rtn", bits=4)
+    wanted, _ = video(skv.preset("bf16"))
     monkeypatch.setattr(fixture.SelfAttention, "forward", forward)
+    if edit is torch.Tensor.clone:
+        got, _ = video(config, store_keys="before_rope")
+        assert float((got - wanted).float().norm() / wanted.float().norm()) < 0.05
+        return
     with pytest.raises(HostError, match=r"not what the host's rotary embedding returned"):
-        video(small_config("qvg"), store_keys="before_rope")
+        video(config, store_keys="before_rope")
 
 
 def test_the_option_is_checked():

@@ -12,7 +12,7 @@ import steadykv as skv
 from steadykv.cache import KVCache
 from steadykv.codecs import CODECS
 from steadykv.config import PRESETS, preset
-from steadykv.errors import ConfigError, HostError
+from steadykv.errors import HostError
 from tests.hosts.checks import (
     QUANTIZING,
     assert_equal,
@@ -342,15 +342,23 @@ def test_a_file_without_the_functions_is_refused(monkeypatch):
         pass
 
 
-def test_keys_before_rope_are_not_offered_to_shares_of_heads():
-    host = FastPipeline(18, 6, (0, 2, Exchange(2)))
-    before = state_of(host, host.model, MODULE)
-    with (
-        pytest.raises(ConfigError, match=r"sp_size 2: expected 'after_rope'"),
-        skv.attach(host, store_keys="before_rope"),
-    ):
-        pass
-    assert_same_state(before, state_of(host, host.model, MODULE))
+def test_keys_before_rope_of_a_share_of_heads():
+    """What is stored has been cut behind the rotary embedding, so it is turned back."""
+
+    class Alone(Exchange):
+        def joined(self, rank, part):
+            return torch.cat([part, part], 2)
+
+    outs = {}
+    for place in ("bf16", "after_rope", "before_rope"):
+        host = FastPipeline(18, 6, (0, 2, Alone(1)))
+        config = skv.preset("bf16") if place == "bf16" else small_config("rtn", bits=4)
+        options = {} if place == "bf16" else {"store_keys": place}
+        with skv.attach(host, config=config, **options) as caches:
+            outs[place] = host.generate(noise_of(24), text_of()).float()
+        assert len(caches.turns) == (place == "before_rope")
+    errors = [float((outs[p] - outs["bf16"]).norm()) for p in ("after_rope", "before_rope")]
+    assert 0 < errors[1] < 1.5 * errors[0]
 
 
 def test_a_cache_of_half_frames_is_refused():

@@ -253,3 +253,58 @@ def test_a_changed_host_is_refused_before_anything_happens():
     with pytest.raises(HostError, match="expected an argument 'kv_cache' and"):  # noqa: SIM117
         with skv.attach(model):
             pass
+
+
+def error(got, wanted):
+    return float((got - wanted).float().norm() / wanted.float().norm())
+
+
+@pytest.mark.parametrize("rope", ["split", "interleaved"])
+def test_keys_of_the_history_before_rope(rope, monkeypatch):
+    """Each head turns in its own way; the history is trimmed, a second video has other frames."""
+    pipeline = host.pipeline_of(host.model_of(rope_type=rope))
+    wanted = host.run(pipeline, 6, kv_max_frames=7)
+    runs = {
+        "bf16": (skv.preset("bf16"), "before_rope"),
+        "dense": (small_config("rtn", sink_keep=200), "before_rope"),
+        "after": (small_config("rtn", bits=4), "after_rope"),
+        "before": (small_config("rtn", bits=4), "before_rope"),
+    }
+    errors = {}
+    for name, (config, place) in runs.items():
+        before = state_of(pipeline, MODULE)
+        with skv.attach(pipeline, config=config, store_keys=place) as caches:
+            errors[name] = error(host.run(pipeline, 6, kv_max_frames=7), wanted)
+            # Every block's tokens once, and the sink.
+            tokens = 6 * host.BLOCK * FRAME
+            assert all(layer.progress.newest == tokens for layer in caches["history"])
+            host.run(pipeline, 3, seed=4, size=(6, 6))
+            held = caches["history"][0].held()[-1]
+        assert_same_state(before, state_of(pipeline, MODULE))
+        if name in ("dense", "before"):
+            assert caches.turns["history"].pieces[-1][1] == held[1]
+            size = 8 * HEADS * DIM // 2 * sum(b - a for a, b in caches.turns["history"].pieces)
+            assert caches.ledger().parts["turns"] == size
+    assert errors["bf16"] == 0 < errors["dense"] < 0.02
+    assert 0 < errors["before"] < 1.5 * errors["after"]
+    turn = "steadykv.hosts.before_rope.KeyTurns.turn"
+    monkeypatch.setattr(turn, lambda self, keys, ranges: keys)
+    with skv.attach(pipeline, config=runs["dense"][0], store_keys="before_rope"):
+        assert error(host.run(pipeline, 6, kv_max_frames=7), wanted) > 2 * errors["dense"]
+
+
+def test_queries_meet_a_history_before_rope_before_it_too(pipeline, monkeypatch):
+    seen, normed = [], []
+    original = skv.LayerCache.observe_queries
+    monkeypatch.setattr(
+        skv.LayerCache, "observe_queries", lambda self, q: seen.append(q) or original(self, q)
+    )
+    norms = [block.attn1.norm_q for block in pipeline.transformer.transformer_blocks]
+    hooks = [n.register_forward_hook(lambda m, a, out: normed.append(out)) for n in norms]
+    config = small_config("quantwm")
+    with skv.attach(pipeline, config=config, store_keys="before_rope"):
+        host.run(pipeline, 3)
+    for hook in hooks:
+        hook.remove()
+    assert len(seen) == len(normed)
+    assert all(torch.equal(a.flatten(2), b) for a, b in zip(seen, normed, strict=True))

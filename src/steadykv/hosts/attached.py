@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from steadykv.cache import KVCache, Ledger
 from steadykv.cache.ledger import MemoryMeter
+
+if TYPE_CHECKING:
+    from steadykv.hosts.before_rope import KeyTurns
+    from steadykv.hosts.given_rotation import GivenRotation
 
 __all__ = ["AttachedCaches"]
 
@@ -17,12 +23,14 @@ class AttachedCaches:
             video = pipeline(...)
         print(caches.ledger())
 
-    branches: by name, "main" where there is only one. notes: what was warned of.
+    branches: by name, "main" where there is only one. notes: what was warned of. turns: by branch,
+    what its keys are turned with when they are read, where they are stored before that.
     """
 
     def __init__(self) -> None:
         self.meter = MemoryMeter()
         self.branches: dict[str, KVCache] = {}
+        self.turns: dict[str, KeyTurns | GivenRotation] = {}
         self.notes: list[str] = []
 
     def add(self, branch: str, cache: KVCache) -> None:
@@ -32,6 +40,8 @@ class AttachedCaches:
             for layer in before:
                 layer.reset()  # frees the tokens even if the host still holds its old list
             self.meter.hold(-before.nbytes)
+        if branch in self.turns:
+            self.turns.pop(branch).reset()
         self.branches[branch] = cache
 
     def __getitem__(self, branch: str) -> KVCache:
@@ -53,12 +63,21 @@ class AttachedCaches:
     @property
     def nbytes(self) -> int:
         """Bytes held now, of all branches."""
-        return sum(cache.nbytes for cache in self)
+        return sum(cache.nbytes for cache in self) + sum(t.nbytes for t in self.turns.values())
 
     def ledger(self) -> Ledger:
-        """Bytes by layer and part of all branches; layers count on from branch to branch."""
-        layers = tuple(layer.ledger() for cache in self for layer in cache)
-        return Ledger(layers, self.meter.peak)
+        """Bytes by layer and part of all branches; layers count on from branch to branch.
+
+        The part "turns", of the first layer of a branch, serves all of its layers.
+        """
+        layers = []
+        for branch, cache in self.branches.items():
+            found = [layer.ledger() for layer in cache]
+            if branch in self.turns:
+                parts = {**found[0].parts, "turns": self.turns[branch].nbytes}
+                found[0] = replace(found[0], parts=parts)
+            layers += found
+        return Ledger(tuple(layers), self.meter.peak)
 
     def commit(self) -> None:
         """Commit the open chunk everywhere, as after the last chunk of a video."""
@@ -69,6 +88,8 @@ class AttachedCaches:
         """Forget all tokens and statistics."""
         for cache in self:
             cache.reset()
+        for turns in self.turns.values():
+            turns.reset()
         self.meter.restart_peak()
 
     @property

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from steadykv.cache import LayerCache
 from steadykv.errors import PositionError, ShapeError
+from steadykv.hosts.before_rope import KeyTurns
 
 __all__ = ["BlockCache", "untraced", "untraced_methods"]
 
@@ -23,7 +24,8 @@ class BlockCache:
     """One layer's cache: the first `sink_size` tokens and the newest `window_size` ones.
 
     chunk_size, window_size, sink_size: tokens; the window is counted without the sink. wrote:
-    called at every `update`, for who shows the pass's queries to the layer.
+    called at every `update`, for who shows the pass's queries to the layer. turns: of the host's
+    rotary embedding, where keys are to be stored before it.
     A chunk is committed by `after_update`, behind the host's clean pass. A host that then begins
     the same chunk again closes it after every pass: from there on a chunk is committed when the
     next one begins.
@@ -38,8 +40,9 @@ class BlockCache:
         window_size: int,
         sink_size: int,
         wrote: Callable[[BlockCache], None] | None = None,
+        turns: KeyTurns | None = None,
     ) -> None:
-        self.layer = layer
+        self.layer, self.turns = layer, turns
         self.chunk_size, self.window_size, self.sink_size = chunk_size, window_size, sink_size
         self._wrote = wrote
         self._closes_every_pass = False
@@ -98,6 +101,8 @@ class BlockCache:
         start = chunk * self.chunk_size
         if self.layer.progress.end > start:  # committed before it was known to come again
             self.layer.truncate(start)
+        if self.turns is not None:
+            k = self.turns.stored(self.layer, k, start)
         self.layer.write(k, v, start)
         if self._wrote is not None:
             self._wrote(self)
@@ -127,7 +132,11 @@ class BlockCache:
 
     def _read(self, name: str) -> Tensor:
         self._begun(f"cached_{name[0]}")
-        return self.layer.read_tensor(name, self.layer.spans())
+        ranges = self.layer.spans()
+        found = self.layer.read_tensor(name, ranges)
+        if name == "key" and self.turns is not None:
+            self.turns.turn(found, ranges)
+        return found
 
     def _begun(self, call: str) -> int:
         if self._current is None:

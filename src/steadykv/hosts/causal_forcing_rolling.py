@@ -15,6 +15,7 @@ import torch
 from steadykv.errors import HostError
 from steadykv.hosts.adapter import Adapter, Session
 from steadykv.hosts.aside import set_aside
+from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, SeenRotation, stores_before_rope
 from steadykv.hosts.contract import module_of, need, need_arguments, need_function
 from steadykv.hosts.copies import Asked, observe_next_attention
 from steadykv.hosts.dicts import IndexedEntry, geometry_of
@@ -24,6 +25,7 @@ __all__ = ["ADAPTERS"]
 
 TITLE = "Causal-Forcing rolling"
 LIST = "kv_cache_clean"
+EMBEDDINGS = ("causal_rope_apply", "rope_apply")
 
 
 class RollingEntry(IndexedEntry):
@@ -35,7 +37,7 @@ class RollingEntry(IndexedEntry):
 
     def __getitem__(self, name: str) -> Any:
         if name == "v":
-            self.asked.layer = self.side.layer
+            self.asked.layer, self.asked.turns = self.side.layer, self.side.turns
         return super().__getitem__(name)
 
 
@@ -72,7 +74,11 @@ def install(session: Session, host: Any) -> None:
     asked = Asked()
     block = host.num_frame_per_block
     changes: dict[str, Any] = {}
-    if session.needs_queries and session.config.keys.first_span == "own":
+    seen: SeenRotation | None = None
+    if stores_before_rope(session):  # then block 0 and the queries are in one frame
+        seen = SeenRotation(session)
+        seen.watch_all(TITLE, module_of(attention), EMBEDDINGS)
+    elif session.needs_queries and session.config.keys.first_span == "own":
         changes["first_span"] = "paper"
         session.warn(
             "first_span is 'own': block 0 is stored before its rotation, the queries come after "
@@ -90,8 +96,13 @@ def install(session: Session, host: Any) -> None:
             sink_frames=block,
             **changes,
         )
+        turns = None
+        if seen is not None:
+            frame = host.frame_seq_length
+            turns = KeyTurns.of(session, "main", seen, frame, raw=block * frame)
         sides = (
-            SlicedLayer(layer, batch_size, session.readers, substitutes=False) for layer in cache
+            SlicedLayer(layer, batch_size, session.readers, substitutes=False, turns=turns)
+            for layer in cache
         )
         entries = [RollingEntry(side, asked) for side in sides]
         setattr(host, LIST, entries)
@@ -110,6 +121,7 @@ ADAPTERS = (
         matches=matches,
         check=check,
         install=install,
+        options=STORE_KEYS,
         aliases=("rolling-forcing", "causal-forcing-long-video"),
     ),
 )

@@ -7,6 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from steadykv.errors import HostError
+from steadykv.hosts.before_rope import KeyTurns
 from steadykv.hosts.copies import Asked
 from steadykv.hosts.slices import SlicedLayer, SlicedTensor
 
@@ -18,8 +19,8 @@ class DeferredLayer(SlicedLayer):
 
     observed = True
 
-    def __init__(self, *args: Any, asked: Asked) -> None:
-        super().__init__(*args, substitutes=False)
+    def __init__(self, *args: Any, asked: Asked, turns: KeyTurns | None = None) -> None:
+        super().__init__(*args, substitutes=False, turns=turns)
         self.k, self.v = ClonedTensor(self, "key"), ClonedTensor(self, "value")
         self.asked = asked
 
@@ -37,7 +38,7 @@ class Overlay(SlicedTensor):
 
     def __setitem__(self, key: Any, value: Tensor) -> None:
         start, _ = self._tokens(key, writes=True)
-        layer = self._side.layer
+        side, layer = self._side, self._side.layer
         if self._start is not None or start not in {layer.progress.end, layer.progress.newest}:
             raise HostError(
                 f"layer {layer.layer}: edit of a cloned cache at token {start}: expected one edit, "
@@ -45,19 +46,21 @@ class Overlay(SlicedTensor):
             )
         if start == layer.progress.newest:
             layer.commit()  # a new chunk: the one before is clean, and queries count for this one
+        if self._name == "key" and side.turns is not None:
+            side.turns.learn(layer, value, start)
         self._start, self._own = start, value
 
     def __getitem__(self, key: Any) -> Tensor:
         start, end = self._tokens(key)
         side = self._side
         if isinstance(side, DeferredLayer):
-            side.asked.layer = side.layer
+            side.asked.layer, side.asked.turns = side.layer, side.turns
         if self._start is None or end <= self._start:
-            return side.layer.read_tensor(self._name, [(start, end)])
+            return side.fetch(self._name, [(start, end)])
         geometry = side.layer.geometry
         out = geometry.empty(side.batch, end - start)
         border = max(start, self._start)
         if border > start:
-            side.layer.read_tensor(self._name, [(start, border)], out)
+            side.fetch(self._name, [(start, border)], out)
         out[:, border - start :] = self._own[:, border - self._start : end - self._start]
         return out

@@ -14,20 +14,27 @@ from steadykv.cache import LayerCache
 
 if TYPE_CHECKING:
     from steadykv.hosts.adapter import Session
+    from steadykv.hosts.before_rope import KeyTurns
 
 __all__ = ["Asked", "observe_next_attention"]
 
 
 class Asked:
-    """The layer whose cache the host asked last, until an attention took it."""
+    """The layer whose cache the host asked last, until an attention took it.
+
+    turns: of its keys, where they are stored before their rotary embedding.
+    """
 
     def __init__(self) -> None:
         self.layer: LayerCache | None = None
+        self.turns: KeyTurns | None = None
 
-    def take(self) -> LayerCache | None:
-        """That layer, once."""
+    def take(self, queries: Tensor | None) -> None:
+        """Let that layer observe queries [B, S, H, D], once."""
         layer, self.layer = self.layer, None
-        return layer
+        if layer is None or queries is None:
+            return
+        layer.observe_queries(queries if self.turns is None else self.turns.before(queries))
 
 
 def observe_next_attention(
@@ -42,9 +49,8 @@ def observe_next_attention(
         return
 
     def attention(original: Any, *args: Any, **kwargs: Any) -> Any:
-        layer, queries = asked.take(), args[0] if args else kwargs.get(q)
-        if layer is not None and isinstance(queries, Tensor):
-            layer.observe_queries(queries)
+        queries = args[0] if args else kwargs.get(q)
+        asked.take(queries if isinstance(queries, Tensor) else None)
         return original(*args, **kwargs)
 
     session.patches.wrap(owner, name, attention)

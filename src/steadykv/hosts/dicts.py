@@ -16,7 +16,7 @@ import torch
 from steadykv.errors import HostError
 from steadykv.hosts.adapter import Session
 from steadykv.hosts.aside import set_aside
-from steadykv.hosts.before_rope import STORE_KEYS, HostRotation, stores_before_rope
+from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, SeenRotation, stores_before_rope
 from steadykv.hosts.contract import module_of, need, need_arguments, need_function
 from steadykv.hosts.packed_window import ATTENTION, attends_packed
 from steadykv.hosts.queries import observe_attention
@@ -81,34 +81,34 @@ class DictCaches:
     """The lists of one attachment.
 
     attention: the first layer's module. function: what its forward calls as function(q, k, v).
-    rope: its rotary embedding (`HostRotation`). frame_tokens: may be set anew before `build`.
+    rope: its rotary embedding (`SeenRotation`).
     """
 
     def __init__(
         self,
         session: Session,
         attention: Any,
-        frame_tokens: int,
         *,
         function: str = "attention",
         rope: str = ROPE,
     ) -> None:
         self.session, self.packed = session, attends_packed(session)
-        self.rotation: HostRotation | None = None
+        self.rotation: SeenRotation | None = None
         module = module_of_forward(attention)
         if stores_before_rope(session):
-            self.rotation = HostRotation(session.patches, module, rope, frame_tokens)
+            self.rotation = SeenRotation(session)
+            self.rotation.watch(module, rope)
         observe_attention(session, module, function)
 
     def build(self, branch: str, batch: int, **geometry: Any) -> list[IndexedEntry]:
         """One dict a layer, for a guidance branch. geometry: arguments of `Session.build`."""
+        cache = self.session.build(branch, **geometry)
+        turns = None
         if self.rotation is not None:
-            self.rotation.begin(geometry["frame_tokens"])
+            turns = KeyTurns.of(self.session, branch, self.rotation, geometry["frame_tokens"])
         sides = (
-            SlicedLayer(
-                layer, batch, self.session.readers, rotation=self.rotation, packed=self.packed
-            )
-            for layer in self.session.build(branch, **geometry)
+            SlicedLayer(layer, batch, self.session.readers, turns=turns, packed=self.packed)
+            for layer in cache
         )
         return [IndexedEntry(side) for side in sides]
 
@@ -140,7 +140,7 @@ def replace_lists(
     """
     attention = host.generator.model.blocks[0].self_attn
     own = {branch: name for branch, name in lists.items() if name in vars(host)}
-    caches = DictCaches(session, attention, host.frame_seq_length)
+    caches = DictCaches(session, attention)
     set_aside(session, host, own.values())
 
     def initialize(_original: Any, batch_size: int, dtype: torch.dtype, device: Any) -> None:

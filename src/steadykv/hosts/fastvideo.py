@@ -14,7 +14,8 @@ from torch import Tensor
 
 from steadykv.errors import HostError
 from steadykv.hosts.adapter import Adapter, Session
-from steadykv.hosts.contract import need, need_arguments
+from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, SeenRotation, stores_before_rope
+from steadykv.hosts.contract import module_of, need, need_arguments
 from steadykv.hosts.dicts import IndexedEntry, geometry_of
 from steadykv.hosts.queries import observe_attention
 from steadykv.hosts.slices import SlicedLayer
@@ -25,6 +26,7 @@ __all__ = ["ADAPTERS"]
 TITLE = "FastVideo"
 PAGE = "docs/hosts/fastvideo.md"
 ROPE = ("absolute", "relativistic")
+EMBEDDINGS = ("_apply_rotary_emb", "causal_rope_apply")  # of causal Wan, of Matrix-Game-2
 BRANCHES = ("main", "second")  # a stage with guidance asks for a second list while it has the first
 
 
@@ -69,6 +71,10 @@ def install(session: Session, host: Any) -> None:
     attention = host.transformer.blocks[0].attn1
     local, trims = attention.local_attn_size, plays_matrix_game(host)
     newest: dict[str, weakref.ref[IndexedEntry]] = {}
+    seen: SeenRotation | None = None
+    if stores_before_rope(session) and not is_relativistic(attention):
+        seen = SeenRotation(session)
+        seen.watch_all(TITLE, module_of(attention), EMBEDDINGS)
 
     def is_free(branch: str) -> bool:
         return branch not in newest or newest[branch]() is None
@@ -88,9 +94,13 @@ def install(session: Session, host: Any) -> None:
             window_frames=None if local == -1 else local,
             sink_frames=0 if local == -1 else attention.sink_size,
         )
+        frame = host.frame_seq_length
+        turns = None if seen is None else KeyTurns.of(session, branch, seen, frame)
         entries = []
         for layer in cache:
-            side = SlicedLayer(layer, batch_size, session.readers, substitutes=not trims)
+            side = SlicedLayer(
+                layer, batch_size, session.readers, substitutes=not trims, turns=turns
+            )
             if trims:
                 side.k, side.v = TrimmedTensor(side, "key"), TrimmedTensor(side, "value")
             entries.append(IndexedEntry(side))
@@ -99,10 +109,15 @@ def install(session: Session, host: Any) -> None:
 
     session.patches.wrap(host, "_initialize_kv_cache", initialize)
     if session.needs_queries:
-        observe(session, host)
+        observe(session, host, seen is not None or is_relativistic(attention))
 
 
-def observe(session: Session, host: Any) -> None:
+def is_relativistic(attention: Any) -> bool:
+    """Whether keys are stored before RoPE, which is then applied by their place in the window."""
+    return getattr(attention, "rope_cache_policy", ROPE[0]) == ROPE[1]
+
+
+def observe(session: Session, host: Any, is_before: bool) -> None:
     """Queries in the frame of the stored keys: those of `attn1`, or, after RoPE, of its `attn`."""
 
     def before_rope(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _out: Any) -> None:
@@ -111,12 +126,11 @@ def observe(session: Session, host: Any) -> None:
         if entry is not None and isinstance(queries, Tensor):
             entry.side.layer.observe_queries(queries)
 
-    relativistic = getattr(host.transformer.blocks[0].attn1, "rope_cache_policy", "") == ROPE[1]
-    if not relativistic and plays_matrix_game(host):
+    if not is_before and plays_matrix_game(host):
         session.without_queries("Matrix-Game rotates and attends within one function")
         return
     for block in host.transformer.blocks:
-        if relativistic:
+        if is_before:
             handle = block.attn1.register_forward_hook(before_rope, with_kwargs=True)
             session.patches.on_undo(handle.remove)
         else:
@@ -132,6 +146,7 @@ ADAPTERS = (
         matches=matches,
         check=check,
         install=install,
+        options=STORE_KEYS,
         aliases=("fastvideo-causal-wan", "fastvideo-matrix-game-2"),
     ),
 )

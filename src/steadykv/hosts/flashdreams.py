@@ -16,13 +16,15 @@ from torch import Tensor
 
 from steadykv.cache import KVCache
 from steadykv.hosts.adapter import Adapter, Session
+from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, SeenRotation, stores_before_rope
 from steadykv.hosts.blocks import BlockCache, untraced, untraced_methods
-from steadykv.hosts.contract import need, need_arguments
+from steadykv.hosts.contract import module_of, need, need_arguments
 
 __all__ = ["ADAPTERS"]
 
 TITLE = "flashdreams"
 PARTS = ("transformer_high_noise", "transformer_low_noise")  # of Wan 2.2; each has its own caches
+EMBEDDINGS = ("apply_rope_freqs",)
 ARGUMENTS = ("batch_size", "chunk_size", "window_size", "sink_size", "device", "dtype")
 
 
@@ -102,8 +104,13 @@ def _install(session: Session, host: Any, prefix: str) -> None:
     blocks = host.network.blocks
     is_compiled = hasattr(host.network, "_orig_mod")
     kind = untraced_methods(BlockCache) if is_compiled else BlockCache
+    seen: SeenRotation | None = None
+    if stores_before_rope(session) and not is_rotated_on_read(blocks[0].self_attn):
+        seen = SeenRotation(session)
+        seen.watch_all(TITLE, module_of(blocks[0].self_attn), EMBEDDINGS)
     frames = host.config.len_t // host.config.network.patch_size[0]
     built: list[KVCache] = []  # of the newest rollout, one for each branch
+    turns: list[KeyTurns] = []  # of the branch that was built last
     newest: dict[int, BlockCache] = {}  # by block: the one that was written last
 
     def begin(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -141,18 +148,21 @@ def _install(session: Session, host: Any, prefix: str) -> None:
                         sink_frames=sink_size // frame,
                     )
                 )
+                if seen is not None:
+                    turns[:] = [KeyTurns.of(session, prefix + branch, seen, frame)]
             sizes = (chunk_size, window_size, sink_size)
-            return kind(built[-1][index], *sizes, wrote)
+            return kind(built[-1][index], *sizes, wrote, turns[0] if turns else None)
 
         def wrote(cache: BlockCache) -> None:
             newest[index] = cache
 
         def observe(q: Tensor) -> None:
             if index in newest:
-                tokens = newest[index].chunk_size
-                newest[index].layer.observe_queries(
-                    q.reshape(-1, tokens, attention.n_heads, attention.head_dim)
-                )
+                cache = newest[index]
+                q = q.reshape(-1, cache.chunk_size, attention.n_heads, attention.head_dim)
+                if cache.turns is not None:
+                    q = cache.turns.before(q)
+                cache.layer.observe_queries(q)
 
         session.patches.wrap(attention, "initialize_cache", initialize)
         if session.needs_queries:
@@ -173,6 +183,7 @@ ADAPTERS = (
         matches=matches,
         check=check,
         install=install,
+        options=STORE_KEYS,
         aliases=("flashdreams-wan", "flashdreams-cosmos"),
     ),
 )

@@ -17,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 from steadykv.cache import LayerCache
 from steadykv.hosts.adapter import Session
+from steadykv.hosts.given_rotation import GivenRotation
 
 __all__ = ["HalvesObserver"]
 
@@ -38,6 +39,7 @@ class HalvesObserver(TorchFunctionMode):
         super().__init__()
         self.session = session
         self._layer: LayerCache | None = None
+        self._rotation: GivenRotation | None = None
         self._first: Tensor | None = None  # keys of its first token, to tell the halves apart
         self._calls = self._held = self._seen = self._read = 0
         self._inside = False
@@ -53,11 +55,12 @@ class HalvesObserver(TorchFunctionMode):
                 if callable(vars(module).get(name)) if module is not None else False:
                     self.session.patches.wrap(module, name, self._call)
 
-    def gave(self, keys: Tensor, layer: LayerCache) -> None:
-        """Keys [B, H, S, D] of a layer were read."""
+    def gave(self, keys: Tensor, layer: LayerCache, rotation: GivenRotation | None = None) -> None:
+        """Keys [B, H, S, D] were read of a layer, which stores them before that rotation."""
         if self._waiting:
             self._give_up("only one half of the cached keys was attended to")
         self._layer, self._calls, self._held = layer, 0, keys.shape[2]
+        self._rotation = rotation
         self._first = keys[:, :, :1].clone()
         self._read += 1
 
@@ -131,6 +134,8 @@ class HalvesObserver(TorchFunctionMode):
             self._give_up(f"attention is called with queries {tuple(q.shape)}")
 
     def _take(self, layer: LayerCache, queries: Tensor) -> None:
+        if self._rotation is not None:  # behind the cached tokens, which are numbered from 0
+            queries = self._rotation.queries(queries, self._held)
         layer.observe_queries(queries)
         self._seen += 1
 

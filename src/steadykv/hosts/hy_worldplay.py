@@ -21,13 +21,16 @@ from torch import Tensor, nn
 from steadykv.cache import KVCache
 from steadykv.errors import ConfigError, HostError
 from steadykv.hosts.adapter import Adapter, Session
+from steadykv.hosts.before_rope import STORE_KEYS, stores_before_rope
 from steadykv.hosts.contract import describe, need, need_arguments
+from steadykv.hosts.given_rotation import GivenRotation
 from steadykv.hosts.halves import HalvesObserver
 from steadykv.hosts.rebuilt import RebuiltLayer
 
 __all__ = ["ADAPTERS"]
 
 TITLE = "HY-WorldPlay"
+PAGE = "docs/hosts/hy-worldplay.md"
 CHUNK = 4  # frames that the host denoises together; what is packed by itself
 BRANCHES = ("main", "second")
 
@@ -100,13 +103,16 @@ class Branch:
         self.number = 0
         self.cache: KVCache | None = None
         self.sides: list[RebuiltLayer] = []
+        self.rotation: GivenRotation | None = None
 
     def read(self, layer: int, which: int) -> Tensor:
         """Keys (0) or values (1) of a layer, dense, in fresh memory."""
         cache = self.sides[layer].layer
         found = cache.read_tensor(("key", "value")[which], cache.spans())
+        if which == 0 and self.rotation is not None:
+            self.rotation.keys(found)
         if which == 0 and self.tap is not None:
-            self.tap.gave(found, cache)
+            self.tap.gave(found, cache, self.rotation)
         return found
 
 
@@ -151,6 +157,8 @@ class Rebuilds:
             tokens = k.shape[2]
             piece = CHUNK * self.frame_tokens(kind, tokens)
             lengths = [min(piece, tokens - start) for start in range(0, tokens, piece)]
+            if branch.rotation is not None:
+                k = branch.rotation.keys(k.clone(), back=True)
             branch.sides[layer].replace(k, v, lengths)
             rest = {name: value for name, value in entry.items() if name not in pair}
             entries[layer] = PackedEntry(branch, layer, pair, rest)
@@ -180,6 +188,10 @@ class Rebuilds:
             **changes,
         )
         branch.sides = [RebuiltLayer(layer) for layer in branch.cache]
+        if stores_before_rope(self.session):
+            function, meter = self.session.options["rotation"], self.session.caches.meter
+            branch.rotation = GivenRotation(function, kind.has_halves, meter)
+            self.session.caches.turns[branch.name] = branch.rotation
 
     def frame_tokens(self, kind: Kind, tokens: int) -> int:
         """Tokens of one frame, which the list does not tell."""
@@ -223,6 +235,11 @@ def install(session: Session, host: Any) -> None:
         value = session.options.get(name, 1)
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= highest:
             raise ConfigError(f"{name} is {value!r}: expected an integer from 1 to {highest}")
+    if stores_before_rope(session) and not callable(session.options.get("rotation")):
+        raise ConfigError(
+            f"store_keys is 'before_rope' and rotation {session.options.get('rotation')!r}: "
+            f"expected a function (x, start), as the host's own cannot be seen; {PAGE} has it"
+        )
     transformer = transformer_of(host)
     parameters = [*inspect.signature(transformer.forward).parameters]
     tap = None
@@ -238,12 +255,14 @@ ADAPTERS = (
         name="hy-worldplay",
         title=TITLE,
         expects="a WorldPlay pipeline with its transformer, or the transformer",
-        page="docs/hosts/hy-worldplay.md",
+        page=PAGE,
         matches=matches,
         check=check,
         install=install,
         options={
             "frame_tokens": "tokens of a latent frame: 880 (WAN 5B) or 1560 (8B) by default",
+            **STORE_KEYS,
+            "rotation": "function (x, start) that turns x [1, 1, S, D] as the host's RoPE does",
             "branches": "lists, rebuilt in turn; by default as many as rebuilds follow one another",
         },
         aliases=("hy-world-1.5", "hy-worldplay-wan-5b", "hy-worldplay-hv15-8b"),

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from steadykv.errors import HostError
 from steadykv.hosts.adapter import Adapter, Session
+from steadykv.hosts.before_rope import STORE_KEYS, SeenRotation, stores_before_rope
 from steadykv.hosts.contract import need, need_arguments
 from steadykv.hosts.pools import LayerPool
 
@@ -22,6 +23,7 @@ __all__ = ["ADAPTERS"]
 
 TITLE = "LightX2V"
 SCHEME = "steadykv"
+EMBEDDING = "causal_rope"
 REGISTRY = "SELF_ATTN_KV_CACHE_REGISTRY"
 # Settings of `ar_config` that choose or need another pool.
 OTHERS = ("kv_quant", "kv_offload", "hybrid_attn", "ref_num_frames")
@@ -69,12 +71,26 @@ def check(host: Any) -> None:
     need_arguments(TITLE, register, "step", "kwargs_builder")
 
 
-def kernels(host: Any) -> list[Any]:
-    """What computes self-attention in each layer; none where weights are not loaded yet."""
+def kernels(host: Any, name: str) -> list[Any]:
+    """What computes this in the self-attention of the layers; none where no weights are loaded."""
     weights = getattr(host.model, "transformer_weights", None)
     phases = (block.compute_phases[0] for block in getattr(weights, "blocks", ()))
-    found = (getattr(phase, "self_attn_1", None) for phase in phases)
-    return [kernel for kernel in found if hasattr(kernel, "apply")]
+    found = (getattr(phase, name, None) for phase in phases)
+    return list({id(kernel): kernel for kernel in found if hasattr(kernel, "apply")}.values())
+
+
+def rotation_of(session: Session, host: Any) -> SeenRotation:
+    """The rotary embedding of queries and keys, which a phase computes by an object of its own."""
+    seen = SeenRotation(session)
+    found = kernels(host, EMBEDDING)
+    if not found:
+        raise HostError(
+            f"{TITLE}: got a model without {EMBEDDING} in its transformer_weights.blocks: expected "
+            "loaded weights, whose self-attention has one; leave store_keys out"
+        )
+    for kernel in found:
+        seen.watch(kernel, "apply", 2)
+    return seen
 
 
 def install(session: Session, host: Any) -> None:
@@ -83,10 +99,11 @@ def install(session: Session, host: Any) -> None:
     module = registry_of(host)
     frames = settings.get("num_frame_per_chunk", 3)
     local, sink = settings.get("local_attn_size", -1), int(settings.get("sink_size", 0))
+    seen = rotation_of(session, host) if stores_before_rope(session) else None
 
     def pool(**sizes: Any) -> LayerPool:
         return LayerPool(
-            session, chunk_frames=frames, local_frames=local, sink_frames=sink, **sizes
+            session, chunk_frames=frames, local_frames=local, sink_frames=sink, seen=seen, **sizes
         )
 
     def steps(config: Any, ar_config: Any, _quant: Any) -> dict[str, Any]:
@@ -105,11 +122,11 @@ def install(session: Session, host: Any) -> None:
             session.readers.show(q[None], k)
         return original(*args, **kwargs)
 
-    found = {id(kernel): kernel for kernel in kernels(host)}
+    found = kernels(host, "self_attn_1")
     if not found:
         session.without_queries("the runner's model has no loaded transformer_weights.blocks")
     elif session.needs_queries:
-        for kernel in found.values():
+        for kernel in found:
             session.patches.wrap(kernel, "apply", attention)
 
 
@@ -122,5 +139,6 @@ ADAPTERS = (
         matches=matches,
         check=check,
         install=install,
+        options=STORE_KEYS,
     ),
 )

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from steadykv.errors import ConfigError, HostError
+from steadykv.errors import HostError
 from steadykv.hosts.adapter import Adapter, Session
 from steadykv.hosts.contract import need, need_arguments
 from steadykv.hosts.dicts import OPTIONS, DictCaches, IndexedEntry, module_of_forward
@@ -86,13 +86,8 @@ def function_of(attention: Any, names: Sequence[str]) -> str:
 def install(session: Session, host: Any) -> None:
     """Return our lists, name them by their order in a video, and fill them at the model's door."""
     attention = host.model.blocks[0].self_attn
-    if host.sp_size > 1 and session.options.get("store_keys") == "before_rope":
-        raise ConfigError(
-            f"store_keys is 'before_rope' with sp_size {host.sp_size}: expected 'after_rope', "
-            "because the host cuts the padding off its keys behind the rotary embedding"
-        )
     function, rope = function_of(attention, ATTENTION), function_of(attention, ROPE)
-    caches = DictCaches(session, attention, 1, function=function, rope=rope)
+    caches = DictCaches(session, attention, function=function, rope=rope)
     made: list[str] = []  # branches of this video so far
 
     def initialize(

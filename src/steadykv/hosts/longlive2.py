@@ -14,6 +14,7 @@ import torch
 from steadykv.errors import HostError
 from steadykv.hosts.adapter import Adapter, Session
 from steadykv.hosts.aside import set_aside
+from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, SeenRotation, stores_before_rope
 from steadykv.hosts.cloned import DeferredLayer
 from steadykv.hosts.contract import module_of, need, need_arguments, need_function
 from steadykv.hosts.copies import Asked, observe_next_attention
@@ -30,6 +31,7 @@ REFUSED = {
     "multi_shot_sink": "pinned scene sinks",
     "shot_clean_recache": "a zeroed buffer at scene cuts",
 }
+EMBEDDINGS = ("causal_rope_apply", "rope_apply")
 EDITS = ("_pin_current_chunk", "_zero_kv_data", "_update_sink_for_scene_cut")
 
 
@@ -59,7 +61,11 @@ def check(host: Any) -> None:
 def install(session: Session, host: Any) -> None:
     """Replace the initializer, refuse edits of the buffer, and let attention show its queries."""
     attention = host._dit_model.blocks[0].self_attn
-    asked = Asked()
+    asked, seen = Asked(), None
+    is_relative = getattr(host, "use_relative_rope", False)
+    if stores_before_rope(session) and not is_relative:
+        seen = SeenRotation(session)
+        seen.watch_all(TITLE, module_of(attention), EMBEDDINGS)
     block_tokens = host.num_frame_per_block * host.frame_seq_length
 
     def entries(branch: str, batch: int, dtype: torch.dtype, device: Any) -> list[IndexedEntry]:
@@ -71,10 +77,13 @@ def install(session: Session, host: Any) -> None:
             window_frames=host.local_attn_size,
             sink_frames=host.sink_size,
         )
+        frame = host.frame_seq_length
+        turns = None if seen is None else KeyTurns.of(session, branch, seen, frame)
         found = []
         for layer in cache:
             place = layer.geometry.device
-            entry = IndexedEntry(DeferredLayer(layer, batch, session.readers, asked=asked))
+            side = DeferredLayer(layer, batch, session.readers, asked=asked, turns=turns)
+            entry = IndexedEntry(side)
             entry.update(
                 quantized=False,
                 block_token_size=block_tokens,
@@ -102,7 +111,7 @@ def install(session: Session, host: Any) -> None:
     for name in EDITS:
         if hasattr(host, name):
             session.patches.wrap(host, name, refuse)
-    if getattr(host, "use_relative_rope", False):
+    if is_relative:
         session.without_queries("keys are stored before RoPE, its attention gets queries after it")
     else:
         observe_next_attention(session, module_of(attention), "attention", asked)
@@ -117,6 +126,7 @@ ADAPTERS = (
         matches=matches,
         check=check,
         install=install,
+        options=STORE_KEYS,
         aliases=("longlive", "longlive-2-5b"),
     ),
 )

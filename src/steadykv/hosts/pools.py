@@ -15,6 +15,7 @@ from torch import Tensor
 from steadykv.cache import KVCache, LayerCache
 from steadykv.cache.policy import TokenRange
 from steadykv.errors import HostError
+from steadykv.hosts.before_rope import KeyTurns, SeenRotation
 
 if TYPE_CHECKING:
     from steadykv.hosts.adapter import Session
@@ -28,7 +29,8 @@ class LayerPool:
     num_layers, cache_size (tokens of the window), num_heads, head_dim, dtype, device: as for the
     host's pools. steps: how many caches of their own; `current_step` says which one is meant.
     chunk_frames: frames that are stored at a time. local_frames: of the window, or -1 for none.
-    sink_frames: never freed.
+    sink_frames: never freed. seen: the host's rotary embedding, where keys are to be stored before
+    it.
     """
 
     def __init__(
@@ -45,6 +47,7 @@ class LayerPool:
         local_frames: int,
         sink_frames: int,
         steps: int | None = None,
+        seen: SeenRotation | None = None,
     ) -> None:
         self.num_layers, self.cache_size = num_layers, cache_size
         self.dtype, self.device = dtype, torch.device(device)
@@ -53,6 +56,7 @@ class LayerPool:
         self._sizes = (num_heads, head_dim)
         self._frames = (chunk_frames, local_frames, sink_frames)
         self._caches: list[KVCache] = []
+        self._seen, self._turns = seen, list[KeyTurns]()
         self.reset()
 
     def reset(self) -> None:
@@ -94,15 +98,22 @@ class LayerPool:
         """Write k, v [S, H, D] to the places [start_idx, end_idx)."""
         if not self._caches:
             self._build(end_idx - start_idx)
-        self._layer(layer_id).write(k[None], v[None], self._token(start_idx, layer_id))
+        layer, start, k = self._layer(layer_id), self._token(start_idx, layer_id), k[None]
+        if self._turns:
+            k = self._turns[self._row].stored(layer, k, start)
+        layer.write(k, v[None], start)
 
     def k_cache(
         self, layer_id: int, attn_start: int | None = None, local_end: int | None = None
     ) -> Tensor:
         """Keys [S, H, D] of the places [attn_start, local_end), fresh memory."""
-        layer = self._layer(layer_id)
-        keys = layer.read_tensor("key", self._ranges(layer_id, attn_start, local_end))[0]
-        self._session.readers.gave(keys, layer)
+        layer, ranges = self._layer(layer_id), self._ranges(layer_id, attn_start, local_end)
+        keys, turns = layer.read_tensor("key", ranges), None
+        if self._turns:
+            turns = self._turns[self._row]
+            turns.turn(keys, ranges)
+        keys = keys[0]
+        self._session.readers.gave(keys, layer, turns)
         return keys
 
     def v_cache(
@@ -132,9 +143,10 @@ class LayerPool:
         chunk_frames, local_frames, sink_frames = self._frames
         frame = chunk_tokens // chunk_frames
         for step in range(self.num_steps):
+            branch = f"step {step}" if self._has_steps else "main"
             self._caches.append(
                 self._session.build(
-                    f"step {step}" if self._has_steps else "main",
+                    branch,
                     layers=self.num_layers,
                     heads=self._sizes[0],
                     head_dim=self._sizes[1],
@@ -145,6 +157,8 @@ class LayerPool:
                     sink_frames=0 if local_frames == -1 else sink_frames,
                 )
             )
+            if self._seen is not None:
+                self._turns.append(KeyTurns.of(self._session, branch, self._seen, frame))
 
     @property
     def _row(self) -> int:

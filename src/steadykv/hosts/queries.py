@@ -12,7 +12,7 @@ from steadykv.hosts.packed_window import PackedWindow, attends_packed
 
 if TYPE_CHECKING:
     from steadykv.hosts.adapter import Session
-    from steadykv.hosts.before_rope import HostRotation
+    from steadykv.hosts.before_rope import KeyTurns
 
 __all__ = ["Readers", "observe_attention"]
 
@@ -26,19 +26,19 @@ class Readers:
     def __init__(self) -> None:
         self._keys: weakref.ref[Tensor] | None = None
         self._layer: LayerCache | None = None
-        self._rotation: HostRotation | None = None
+        self._turns: KeyTurns | None = None
 
-    def gave(self, keys: Tensor, layer: LayerCache, rotation: HostRotation | None = None) -> None:
-        """`keys` were read from `layer`, which stores them before that rotation."""
-        self._keys, self._layer, self._rotation = weakref.ref(keys), layer, rotation
+    def gave(self, keys: Tensor, layer: LayerCache, turns: KeyTurns | None = None) -> None:
+        """`keys` were read from `layer`, which stores them before they are turned so."""
+        self._keys, self._layer, self._turns = weakref.ref(keys), layer, turns
 
     def show(self, queries: Tensor, keys: object) -> None:
         """Let the layer that gave exactly these keys, if one did, observe queries, once."""
         if self._keys is None or self._keys() is not keys or self._layer is None:
             return
         self._keys = None
-        if self._rotation is not None:
-            queries = self._rotation.before(queries)
+        if self._turns is not None:
+            queries = self._turns.before(queries)
         self._layer.observe_queries(queries)
 
 

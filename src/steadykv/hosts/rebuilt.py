@@ -14,6 +14,7 @@ from torch import Tensor
 
 from steadykv.cache import LayerCache
 from steadykv.errors import ShapeError
+from steadykv.hosts.before_rope import KeyTurns
 
 __all__ = ["RebuiltLayer", "digest"]
 
@@ -25,10 +26,11 @@ class RebuiltLayer:
     """A `LayerCache` that is replaced as a whole.
 
     The commit signal is the replacement itself: every piece is packed at once.
+    turns: of the host's rotary embedding, where keys are to be stored before it.
     """
 
-    def __init__(self, layer: LayerCache) -> None:
-        self.layer = layer
+    def __init__(self, layer: LayerCache, turns: KeyTurns | None = None) -> None:
+        self.layer, self.turns = layer, turns
         self._stored: list[tuple[int, Tensor]] = []  # end of each piece, digest of its K and V
         self._given: Tensor | None = None
 
@@ -62,9 +64,16 @@ class RebuiltLayer:
         return tokens - start
 
     def read(self) -> tuple[Tensor, Tensor]:
-        """Everything that is held, dense, in fresh memory; `extend` recognises it."""
-        k, v = self.layer.read()
+        """What `dense` gives; `extend` recognises it."""
+        k, v = self.dense()
         self._given = self._digest(k, v, 0, k.shape[self.layer.geometry.token_dim])
+        return k, v
+
+    def dense(self) -> tuple[Tensor, Tensor]:
+        """Everything that is held, in fresh memory, as the host stored it."""
+        k, v = self.layer.read()
+        if self.turns is not None:
+            self.turns.turn(k, self.layer.spans())
         return k, v
 
     def extend(self, k: Tensor, v: Tensor, *, observed: bool = False) -> int:
@@ -93,6 +102,8 @@ class RebuiltLayer:
         dim = self.layer.geometry.token_dim
         for end in ends:
             part_k, part_v = (x.narrow(dim, start, end - start) for x in (k, v))
+            if self.turns is not None:
+                part_k = self.turns.back(part_k, start + shift)
             self.layer.write(part_k, part_v, start + shift, observed=observed)
             self.layer.commit()
             start = end

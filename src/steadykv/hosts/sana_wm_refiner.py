@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from steadykv.errors import HostError
 from steadykv.hosts.adapter import Adapter, Session
+from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, SeenRotation, stores_before_rope
 from steadykv.hosts.contract import module_of, need, need_arguments, need_function
 from steadykv.hosts.passes import follow_calls, watch_queries
 from steadykv.hosts.rebuilt import RebuiltLayer
@@ -25,6 +26,7 @@ __all__ = ["ADAPTERS"]
 
 TITLE = "SANA-WM refiner"
 ATTENTION = "dispatch_attention_fn"
+EMBEDDINGS = ("apply_interleaved_rotary_emb", "apply_split_rotary_emb")
 Pair = tuple[Tensor, Tensor]
 
 
@@ -35,6 +37,11 @@ class StoredLayer:
         self.window, self.number, self.plain = window, number, plain
         for get, store in (("get_sink", "store_sink"), ("get_history", "store_history")):
             held = getattr(plain, get)()
+            if held is not None and store == "store_history" and window.passes.seen is not None:
+                raise HostError(
+                    f"{TITLE}: got a video that began before the block, whose history is turned: "
+                    "expected a new cache object; leave store_keys out to go on with it"
+                )
             if held is not None:  # the host began before the block
                 getattr(self, store)(*held)
         plain.store_sink(None, None)
@@ -63,6 +70,12 @@ class StoredLayer:
         side, k, v = self.window.side("history", self.number, k, v)
         if not trimmed(side, k, v):
             side.extend(k, v, observed=True)
+
+    @torch.compiler.disable
+    def store_captured_post_rope(self, k: Tensor, v: Tensor) -> None:
+        """Keep what the pipeline will append: keys that were turned just now."""
+        self.window.learn(self.number, k, v)
+        self.plain.store_captured_post_rope(k, v)
 
     @torch.compiler.disable
     def get_history(self) -> Pair | None:
@@ -101,7 +114,11 @@ class Window:
                 span_chunks=1,
                 **own,  # type: ignore[arg-type]  # names of the configuration's
             )
-            self.sides[branch] = [RebuiltLayer(layer) for layer in cache]
+            turns = None
+            if branch == "history" and self.passes.seen is not None:
+                seen, tokens = self.passes.seen, self.frame_tokens
+                turns = KeyTurns.of(self.session, branch, seen, tokens)
+            self.sides[branch] = [RebuiltLayer(layer, turns) for layer in cache]
         side = self.sides[branch][number]
         dtype = side.layer.geometry.dtype
         return side, *(x.unflatten(2, (self.heads, -1)).to(dtype) for x in given)
@@ -113,8 +130,14 @@ class Window:
             return None
         side = self.sides[branch][number]
         # Only what the pipeline asks for, between the passes, comes back to be stored.
-        k, v = side.layer.read() if self.passes.mode else side.read()
+        k, v = side.dense() if self.passes.mode else side.read()
         return k.flatten(2), v.flatten(2)
+
+    def learn(self, number: int, k: Tensor, v: Tensor) -> None:
+        """k, v [B, S, H·D] of this pass will be the newest tokens of the history."""
+        if self.passes.seen is not None:
+            side, k, _ = self.side("history", number, k, v)
+            side.turns.learn(side.layer, k, side.layer.progress.newest)
 
     def observe(self, branch: str, number: int, queries: Tensor) -> None:
         """queries: [B, S, H, D]."""
@@ -133,6 +156,7 @@ class Passes:
         self.session, self.blocks = session, transformer.transformer_blocks
         self.patch, self.patch_t = transformer.config.patch_size, transformer.config.patch_size_t
         self.frame_tokens = 0
+        self.seen: SeenRotation | None = None
         self.mode: str | None = None
         self.newest: Window | None = None
         self.window: Window | None = None  # of the pass that runs
@@ -168,9 +192,16 @@ class Passes:
         self.mode = self.window = self.reading = None
 
     def show(self, number: int, queries: Tensor) -> None:
-        """Queries [B, S, H, D] before their embedding: the sink is packed with its pass's own."""
-        if self.mode == "capture_pre_rope" and self.window is not None:
+        """Queries [B, S, H, D] before their embedding: the sink is packed with its pass's own.
+
+        The history's are those of the passes that read it, where its keys are stored before it too.
+        """
+        if self.window is None:
+            return
+        if self.mode == "capture_pre_rope":
             self.window.observe("sink", number, queries)
+        elif self.mode is not None and self.seen is not None:
+            self.window.observe("history", number, queries)
 
     def attention(self, original: Any, *args: Any, **kwargs: Any) -> Any:
         """Show the queries of a layer that has just read its history, after their embedding."""
@@ -190,7 +221,7 @@ def trimmed(side: RebuiltLayer, k: Tensor, v: Tensor) -> bool:
     if not 0 < tokens <= held:
         return False
     same = [
-        torch.equal(x[:, held - tokens :], y) for x, y in zip(layer.read(), (k, v), strict=True)
+        torch.equal(x[:, held - tokens :], y) for x, y in zip(side.dense(), (k, v), strict=True)
     ]
     if all(same):
         layer.evict(layer.progress.end - tokens)
@@ -229,10 +260,14 @@ def install(session: Session, host: Any) -> None:
     session.patches.wrap(transformer, "build_rotary_emb_for_absolute_positions", passes.frame)
     follow_calls(session, transformer, passes.before, passes.after)
     layers = [block.attn1 for block in transformer.transformer_blocks]
+    module = module_of(layers[0].processor)
+    if stores_before_rope(session):
+        passes.seen = SeenRotation(session, heads=layers[0].heads)
+        passes.seen.watch_all(TITLE, module, EMBEDDINGS)
     for number, layer in enumerate(layers):
         watch_queries(session, layer.norm_q, layer.heads, partial(passes.show, number))
-    if session.needs_queries:
-        session.patches.wrap(module_of(layers[0].processor), ATTENTION, passes.attention)
+    if session.needs_queries and passes.seen is None:
+        session.patches.wrap(module, ATTENTION, passes.attention)
 
 
 ADAPTERS = (
@@ -244,6 +279,7 @@ ADAPTERS = (
         matches=matches,
         check=check,
         install=install,
+        options=STORE_KEYS,
         aliases=("sana-wm",),
     ),
 )

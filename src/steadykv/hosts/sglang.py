@@ -6,6 +6,7 @@ Written for the calling contract of sglang 0.5.23 (Apache-2.0).
 
 from __future__ import annotations
 
+import sys
 from math import gcd
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import nn
 from steadykv.errors import HostError
 from steadykv.hosts.adapter import Adapter, Session
 from steadykv.hosts.aside import set_aside
+from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, SeenRotation, stores_before_rope
 from steadykv.hosts.contract import need, need_arguments
 from steadykv.hosts.queries import observe_attention
 from steadykv.hosts.sglang_cache import KVView, SGLangCache
@@ -25,6 +27,8 @@ TITLE = "SGLang"
 NEGATIVE = "_reset_or_init_negative_caches"
 # What the attention layers call their kernels, with and without sequence parallelism.
 KERNELS = ("attn", "ulysses_attn", "full_head_attn")
+# Rotary embeddings, and how many tensors each of them turns.
+EMBEDDINGS = {"_apply_rotary_emb": 1, "apply_flashinfer_rope_qk_inplace": 2}
 ARGUMENTS = (
     *("batch_size", "kv_cache_size", "num_attention_heads", "attention_head_dim", "dtype"),
     *("device", "use_int_indices", "sink_tokens", "global_sink_tokens", "attention_window_size"),
@@ -50,10 +54,29 @@ def kernels(host: Any) -> list[nn.Module]:
     return [module for path, module in named if path.rpartition(".")[2] in KERNELS]
 
 
+def rotation_of(session: Session, host: Any) -> SeenRotation:
+    """Its rotary embedding, of whatever name: an attention file calls one of these functions."""
+    seen, found = SeenRotation(session), 0
+    files = {type(module).__module__ for module in host.transformer.modules()}
+    for module in (sys.modules[file] for file in sorted(files) if file in sys.modules):
+        for name, tensors in EMBEDDINGS.items():
+            if callable(vars(module).get(name)):
+                seen.watch(module, name, tensors)
+                found += 1
+    if not found:
+        raise HostError(
+            f"{TITLE}: got {', '.join(sorted(files))} without a function "
+            f"{' or '.join(map(repr, EMBEDDINGS))}: expected the rotary embedding that attention "
+            "calls; leave store_keys out to store keys after it"
+        )
+    return seen
+
+
 def install(session: Session, host: Any) -> None:
     """Replace the allocation, and let attention show its queries."""
     branch = "main"
     set_aside(session, host, ("causal_kv_cache", "causal_kv_cache_neg"))
+    seen = rotation_of(session, host) if stores_before_rope(session) else None
 
     def allocate(
         _original: Any,
@@ -90,6 +113,7 @@ def install(session: Session, host: Any) -> None:
             window_frames=window // frame,
             sink_frames=sink_tokens // frame,
         )
+        turns = None if seen is None else KeyTurns.of(session, branch, seen, frame)
         return [
             SGLangCache(
                 batch_size=batch_size,
@@ -103,6 +127,7 @@ def install(session: Session, host: Any) -> None:
                 store=layer,
                 readers=session.readers,
                 warn=session.warn,
+                turns=turns,
             )
             for layer in cache
         ]
@@ -131,6 +156,7 @@ ADAPTERS = (
         matches=matches,
         check=check,
         install=install,
+        options=STORE_KEYS,
         aliases=("sglang-diffusion",),
     ),
 )

@@ -18,6 +18,7 @@ from torch import Tensor
 from steadykv.cache import LayerCache
 from steadykv.config import CacheConfig, parse_method
 from steadykv.errors import HostError, ShapeError
+from steadykv.hosts.before_rope import KeyTurns
 from steadykv.hosts.queries import Readers
 
 __all__ = ["KVView", "SGLangCache"]
@@ -43,7 +44,8 @@ class SGLangCache:
     SGLang's classes. config: in place of its quantization arguments a preset's name, or a
     CacheConfig, whose window is set here. layer: number of this layer. frame_tokens: of one frame,
     for policies that count frames. store: a `LayerCache` with this geometry and window, instead.
-    readers: told which layer gave which keys. warn: told once of queries that did not come.
+    readers: told which layer gave which keys. warn: told once of queries that did not come. turns:
+    of the host's rotary embedding, where keys are to be stored before it.
     A chunk is committed by the first write behind it. Heads that no call fills stay zero, as in the
     dense cache: under tensor parallelism a rank fills its own ones only.
     Raises ConfigError for sizes that make no cache.
@@ -72,6 +74,7 @@ class SGLangCache:
         store: LayerCache | None = None,
         readers: Readers | None = None,
         warn: Callable[[str], None] = warnings.warn,
+        turns: KeyTurns | None = None,
     ) -> None:
         self.batch_size, self.cache_size = batch_size, cache_size
         self.sink_tokens = sink_tokens
@@ -85,7 +88,7 @@ class SGLangCache:
                 num_heads, head_dim, frame, chosen, layer=layer, dtype=dtype, device=device
             )
         self.layer = store
-        self._readers, self._warn = readers, warn
+        self._readers, self._warn, self._turns = readers, warn, turns
         self._was_observed, self._was_warned = False, store.stats is None
         place = store.geometry.device
         self.global_end_index, self.local_end_index = (
@@ -165,6 +168,8 @@ class SGLangCache:
         tokens = key.shape[1]
         self._check_chunk(current_chunk_start, tokens, debug_name)
         heads = self._heads(key, cache_head_start, debug_name)
+        if self._turns is not None:
+            key = self._turns.stored(self.layer, key, current_chunk_start)
         if heads is None:
             self._store(key, value, current_chunk_start)
         else:
@@ -175,7 +180,7 @@ class SGLangCache:
         if heads is not None:
             k, v = (x.narrow(2, *heads) for x in (k, v))
         elif self._readers is not None:
-            self._readers.gave(k, self.layer)
+            self._readers.gave(k, self.layer, self._turns)
         local = min(end, self.cache_size)
         return KVView(k, v, local - tokens, local, local, end)
 
@@ -185,7 +190,7 @@ class SGLangCache:
         Without them query-aware presets weigh all key errors alike; one warning says so.
         """
         self._was_observed = True
-        self.layer.observe_queries(q)
+        self.layer.observe_queries(q if self._turns is None else self._turns.before(q))
 
     # --- steps ------------------------------------------------------------------------------
 
@@ -247,13 +252,16 @@ class SGLangCache:
         return self._was_observed or (stats is not None and stats.nbytes > 0)
 
     def _visible(self, start: int, recent: int | None) -> tuple[Tensor, Tensor]:
-        if recent is None:
-            return self.layer.read()
-        progress = self.layer.progress
-        sink = min(self.sink_tokens, progress.newest)
-        first = max(sink, start - recent, progress.window_start)
-        ranges = [(0, sink), (first, progress.newest)]
-        return self.layer.read_tensor("key", ranges), self.layer.read_tensor("value", ranges)
+        ranges = self.layer.spans()
+        if recent is not None:
+            progress = self.layer.progress
+            sink = min(self.sink_tokens, progress.newest)
+            first = max(sink, start - recent, progress.window_start)
+            ranges = [(0, sink), (first, progress.newest)]
+        k, v = (self.layer.read_tensor(name, ranges) for name in ("key", "value"))
+        if self._turns is not None:
+            self._turns.turn(k, ranges)
+        return k, v
 
     def _set_ends(self, end: int) -> None:
         """Both forms of both indices: hosts read either one."""

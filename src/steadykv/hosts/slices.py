@@ -6,6 +6,8 @@ that it never does: local and global positions stay equal, and every slice names
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +16,7 @@ from torch import Tensor
 from steadykv.cache import LayerCache
 from steadykv.cache.policy import TokenRange
 from steadykv.errors import HostError, PositionError
-from steadykv.hosts.before_rope import HostRotation
+from steadykv.hosts.before_rope import KeyTurns
 from steadykv.hosts.packed_window import PackedWindow
 from steadykv.hosts.queries import Readers
 
@@ -31,7 +33,7 @@ class SlicedLayer:
     long and rolled behind the sink, holds in its last b - a tokens when b is written: for a whole
     window the sink and the newest tokens. Without, the tokens [a, b) themselves, for hosts that
     fetch their sink by a slice of its own.
-    rotation: the host's rotary embedding, where keys are to be stored before it. packed: give out
+    turns: of the host's rotary embedding, where keys are to be stored before it. packed: give out
     `PackedWindow`s, for a host whose attention is watched by `observe_attention`.
     A write at token 0 behind other tokens starts over, as a new prompt does.
     observed: of a host that writes after it attended, see `LayerCache.write`.
@@ -46,11 +48,11 @@ class SlicedLayer:
         readers: Readers,
         *,
         substitutes: bool = True,
-        rotation: HostRotation | None = None,
+        turns: KeyTurns | None = None,
         packed: bool = False,
     ) -> None:
         self.layer, self.batch, self.readers = layer, batch, readers
-        self.substitutes, self.rotation, self.packed = substitutes, rotation, packed
+        self.substitutes, self.turns, self.packed = substitutes, turns, packed
         self.k, self.v = SlicedTensor(self, "key"), SlicedTensor(self, "value")
         self._half: tuple[str, int, Tensor] | None = None
 
@@ -69,9 +71,10 @@ class SlicedLayer:
         k, v = (first_tensor, tensor) if first == "key" else (tensor, first_tensor)
         if start == 0 and self._has_older():
             self.layer.reset()
-        if self.rotation is not None:
-            self.rotation.check(k, start)
-            k = self.rotation.before(k)
+        if self.turns is not None:
+            # A host that writes after it attended showed its keys before (`DeferredLayer`).
+            store = self.turns.back if self.observed else partial(self.turns.stored, self.layer)
+            k = store(k, start)
         self.layer.write(k, v, start, observed=self.observed)
 
     def read(self, name: str, start: int, end: int) -> Tensor | PackedWindow:
@@ -84,11 +87,16 @@ class SlicedLayer:
         ranges = self.ranges(start, end)
         if self.packed:
             return PackedWindow(self.layer, name, ranges)
-        found = self.layer.read_tensor(name, ranges)
+        found = self.fetch(name, ranges)
         if name == "key":
-            if self.rotation is not None:
-                self.rotation.turn(found, ranges)
-            self.readers.gave(found, self.layer, self.rotation)
+            self.readers.gave(found, self.layer, self.turns)
+        return found
+
+    def fetch(self, name: str, ranges: Sequence[TokenRange], out: Tensor | None = None) -> Tensor:
+        """Exactly these tokens, in fresh memory or in `out`, keys as the host stores them."""
+        found = self.layer.read_tensor(name, ranges, out)
+        if name == "key" and self.turns is not None:
+            self.turns.turn(found, ranges)
         return found
 
     def ranges(self, start: int, end: int) -> list[TokenRange]:
