@@ -1,6 +1,6 @@
 """Do packed caches flicker more than BF16? The no-reference index of paired rollouts.
 
-    python -m benchmarks.flicker_rollouts --device cuda --episodes 64 --batch 32 --seeds 2 3 \\
+    python -m benchmarks.flicker_rollouts --device cuda --episodes 64 --batch 32 --seeds 4 5 \\
         --methods bf16 floor qvg quantwm --videos /tmp/flicker --csv rows.csv
 
 Held-out episodes of the embedded world model, the same actions and noise for every method; spans of
@@ -8,8 +8,8 @@ two chunks and 32 centroids, as `steadykv compare` has them; "floor" is BF16 wit
 implementation of attention. Videos are kept in --videos, one batch of episodes a file, so that an
 interrupted run continues and another index needs no new rollouts; those that are not there are
 made. Judged are --judged frames from the first that reads packed data on (an element of the index
-needs its two neighbours, so the frames before and behind are touched as well): later the paired
-videos show other places, and differ by that.
+needs its two neighbours, so the frames before and behind are touched as well), by default one
+chunk: the farther the paired videos have parted, the more they differ by what they show.
 """
 
 from __future__ import annotations
@@ -156,8 +156,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--episodes", type=int, default=32, help="a multiple of --batch")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--frames", type=int, default=15, help="generated ones")
-    parser.add_argument("--judged", type=int, default=9, help="frames of the index")
+    parser.add_argument("--frames", type=int, default=9, help="generated ones")
+    parser.add_argument("--judged", type=int, default=3, help="frames of the index")
     parser.add_argument("--methods", nargs="+", default=METHODS, help="the first is the reference")
     parser.add_argument("--device", default="cpu", help="of the rollouts: cpu, cuda or cuda:N")
     parser.add_argument("--batch", type=int, default=4, help="episodes that are made at a time")
