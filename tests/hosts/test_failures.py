@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import steadykv as skv
-from steadykv.hosts import adapters
+from steadykv.hosts.registry import adapters
 from tests.hosts.cases import CASES, at
 from tests.hosts.checks import assert_equal, assert_same_state, small_config, state_of
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from steadykv.errors import HostError
@@ -35,6 +36,7 @@ class Overlay(SlicedTensor):
     _start: int | None = None
     _own: Tensor
 
+    @torch.compiler.disable
     def __setitem__(self, key: Any, value: Tensor) -> None:
         start, _ = self._tokens(key, writes=True)
         layer = self._side.layer
@@ -47,6 +49,7 @@ class Overlay(SlicedTensor):
             layer.commit()  # a new chunk: the one before is clean, and queries count for this one
         self._start, self._own = start, value
 
+    @torch.compiler.disable
     def __getitem__(self, key: Any) -> Tensor:
         start, end = self._tokens(key)
         side = self._side

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from steadykv.cache import LayerCache
@@ -24,10 +25,12 @@ class Asked:
     def __init__(self) -> None:
         self.layer: LayerCache | None = None
 
-    def take(self) -> LayerCache | None:
-        """That layer, once."""
+    @torch.compiler.disable
+    def show(self, queries: object) -> None:
+        """Let that layer observe queries, once."""
         layer, self.layer = self.layer, None
-        return layer
+        if layer is not None and isinstance(queries, Tensor):
+            layer.observe_queries(queries)
 
 
 def observe_next_attention(
@@ -42,9 +45,7 @@ def observe_next_attention(
         return
 
     def attention(original: Any, *args: Any, **kwargs: Any) -> Any:
-        layer, queries = asked.take(), args[0] if args else kwargs.get(q)
-        if layer is not None and isinstance(queries, Tensor):
-            layer.observe_queries(queries)
+        asked.show(args[0] if args else kwargs.get(q))
         return original(*args, **kwargs)
 
     session.patches.wrap(owner, name, attention)

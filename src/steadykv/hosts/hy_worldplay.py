@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from steadykv.cache import KVCache
 from steadykv.errors import ConfigError, HostError
 from steadykv.hosts.adapter import Adapter, Session
-from steadykv.hosts.contract import describe, need, need_arguments
+from steadykv.hosts.contract import describe, need, need_arguments, uncompiled
 from steadykv.hosts.halves import HalvesObserver
 from steadykv.hosts.rebuilt import RebuiltLayer
 
@@ -127,6 +127,7 @@ class Rebuilds:
                 return original(*args, **kwargs)
         return self.take(original(*args, **kwargs))
 
+    @torch.compiler.disable
     def take(self, entries: Any) -> Any:
         """Pack a list of dicts, layer by layer, freeing the dense tensors on the way."""
         is_list = isinstance(entries, list) and all(isinstance(e, MutableMapping) for e in entries)
@@ -194,7 +195,7 @@ class Rebuilds:
 
 def transformer_of(host: Any) -> Any:
     """The transformer of a pipeline, or the host itself."""
-    return getattr(host, "transformer", host)
+    return uncompiled(getattr(host, "transformer", host))
 
 
 def matches(host: Any) -> bool:

@@ -19,6 +19,7 @@ from steadykv.cache import KVCache
 from steadykv.errors import HostError
 from steadykv.hosts.adapter import Adapter, Session
 from steadykv.hosts.contract import need, need_arguments
+from steadykv.hosts.passes import see_output
 
 __all__ = ["ADAPTERS"]
 
@@ -102,7 +103,7 @@ class SegmentStore:
         for layer in self.cache or ():
             layer.reset()
 
-    def observe(self, layer: int, _module: nn.Module, _args: Any, q: Tensor) -> None:
+    def observe(self, layer: int, q: Tensor) -> None:
         """Queries [B, H, S, D] of the clean pass, before RoPE as the stored keys are.
 
         Those of the noisy passes are not observed: the one span of the segment was packed before
@@ -112,7 +113,7 @@ class SegmentStore:
             self.cache_for(q)[layer].observe_queries(q)
             self._saw_queries = True
 
-    def take(self, layer: int, _module: nn.Module, _args: Any, output: Any) -> Any:
+    def take(self, layer: int, output: Any) -> Any:
         """Pack what a block hands out in the clean pass, so that no two layers are dense."""
         if not (self._frames and self._takes_early and isinstance(output, tuple)):
             return None
@@ -129,7 +130,7 @@ class SegmentStore:
     def update(self, original: Callable[..., Any], kv_cache_dict: dict[int, Any] | None) -> Any:
         """What the host stores: an unpacking dictionary instead of the dense one, which is emptied.
 
-        Entries that are dense still are packed here: where blocks are compiled without hooks.
+        Entries that are dense still are packed here: a dictionary that was made elsewhere.
         """
         if not kv_cache_dict or isinstance(kv_cache_dict, PackedSegment):
             return original(kv_cache_dict)
@@ -186,15 +187,9 @@ def install(session: Session, host: Any) -> None:
     session.patches.wrap(host, "_cache_clean_latents", store.encode)
     session.patches.wrap(host, "_update_kv_cache_dict", store.update)
     for number, block in enumerate(host.dit.blocks):
-        hook(session, block, partial(store.take, number))
+        see_output(session, block, partial(store.take, number))
         if session.needs_queries:
-            hook(session, block.attn.q_norm, partial(store.observe, number))
-
-
-def hook(session: Session, module: nn.Module, action: Callable[..., Any]) -> None:
-    """Call `action` behind the module until the end of the block; a compiler leaves it alone."""
-    handle = module.register_forward_hook(torch.compiler.disable(action))
-    session.patches.on_undo(handle.remove)
+            see_output(session, block.attn.q_norm, partial(store.observe, number))
 
 
 ADAPTERS = (
