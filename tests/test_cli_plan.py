@@ -30,7 +30,8 @@ def test_a_plan_fits_the_terminal(
     assert any(line.startswith(" quantwm ") and "fits, " in line for line in lines)
     assert any(line.startswith(" bf16 ") and "too much" in line for line in lines)
     assert "weights 13.039 GiB, assumed: 14e9 parameters" in shown.out
-    assert ("packing" in shown.out) == (width == 140)
+    titles = next(line.split() for line in lines if line.split()[:1] == ["cache"])
+    assert ("packing" in titles) == (width == 140)
     assert shown.err == ""
 
 
@@ -89,6 +90,28 @@ def test_a_mistake_gets_one_line_and_code_two(
     assert shown.err.count("\n") == 1
     assert shown.err.startswith("steadykv: ")
     assert message in shown.err
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 140])
+def test_columns_without_room_are_named(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is cut off: each title is in the table or in the line that says what is not."""
+    monkeypatch.setenv("COLUMNS", str(columns))
+    assert main([*ASKED, "--gpu", "rtx4090"]) == 0
+    shown = capsys.readouterr().out
+    lines = shown.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert "…" not in shown
+    title = next(n for n, line in enumerate(lines) if line.split()[:1] == ["cache"])
+    table = set(lines[title].split())
+    joined = " ".join(lines)
+    missing = re.search(r"no room in \d+ characters for: (.*?);\s+--json", joined)
+    named = set(re.split(r",\s+", missing[1])) if missing else set()
+    every = {"bits", "packed", "dense", "queries", "held", "smaller", "window", "packing", "peak"}
+    assert every <= table | named
+    assert not every & table & named
+    assert (missing is None) == (columns == 140)
 
 
 @pytest.mark.parametrize(("page", "count"), [("README.md", 1), ("docs/plan.md", 3)])

@@ -9,6 +9,7 @@ import pytest
 
 import steadykv as skv
 from steadykv.config import PRESETS
+from steadykv.hosts.registry import adapters
 from steadykv.planning.catalog import find_gpu, find_model, find_resolution, gpus, models
 from steadykv.planning.planner import WEIGHT_BYTES
 
@@ -135,6 +136,20 @@ def test_a_total_is_the_sum_of_what_is_named() -> None:
         assert row.resident_bytes < row.cache_peak_bytes <= row.resident_bytes + beside
         assert row.fits == (row.free_bytes >= 0)
     assert found.weights_from == "given"
+
+
+def test_a_host_offers_what_its_adapter_does() -> None:
+    """By the names that a model and an adapter share."""
+    known = {name: a for a in adapters() for name in (a.name, *a.aliases)}
+    seen = set()
+    for model in models():
+        for name in {model.id, *model.aliases} & set(known):
+            options = known[name].options
+            assert ("packed" in model.attention_options) == ("attention" in options), model.id
+            seen.add(known[name].name)
+    # Aliases of LongLive 2, SGLang and FastVideo are planned as one of their models.
+    assert seen >= {"self-forcing", "matrix-game-2", "lingbot-world", "hy-worldplay", "longlive2"}
+    assert sum("packed" in model.attention_options for model in models()) == 6
 
 
 def test_attention_from_the_packed_cache_needs_no_window() -> None:
@@ -291,6 +306,13 @@ def test_every_number_says_how_sure_it_is() -> None:
         ({"presets": ["kvquant_calibrated"]}, "size of its own: .*'kvquant'"),
         ({"shards": 7}, "shards is 7: expected a divisor of 32 heads"),
         ({"attention": "flash"}, "attention is 'flash': expected dense or packed"),
+        (
+            {"attention": "packed"},
+            "'packed', which .* longcat-.* does not offer: .*'dense'",
+        ),
+        ({"window_latents": 3}, "longcat-video-13.6b has no window.* condition_frames instead"),
+        ({"model": "anyflow", "sink_latents": 1}, "anyflow-far-14b has no window"),
+        ({"model": "matrix-game-2", "window_latents": 0}, "without a window: .* its own 6"),
         ({"weight_dtype": "int3"}, "weight_dtype is 'int3'"),
         ({"weights_gib": -1}, "weights_gib is -1: expected a number from 0 on"),
         ({"other_gib": float("inf")}, "other_gib is inf"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -21,10 +22,19 @@ def dev_packages() -> set[str]:
 
 def require(*names: str) -> None:
     """Skip the module where a package is missing; an error where the `dev` extra has it."""
+    _require(names, allow_module_level=True)
+
+
+def require_in_test(*names: str) -> None:
+    """Skip the test that runs, in the same way."""
+    _require(names, allow_module_level=False)
+
+
+def _require(names: Iterable[str], allow_module_level: bool) -> None:
     for name in names:
         try:
             importlib.import_module(name)
         except ImportError:
             if name in dev_packages():
                 raise
-            pytest.skip(f"{name} is not installed", allow_module_level=True)
+            pytest.skip(f"{name} is not installed", allow_module_level=allow_module_level)

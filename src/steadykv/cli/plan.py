@@ -28,13 +28,19 @@ def plan(
         int | None, typer.Option(min=1, help="Cluster means per head and span.")
     ] = None,
     attention: Annotated[
-        str, typer.Option(help="dense: one layer's window is decoded; packed: none is.")
+        str,
+        typer.Option(
+            help="dense: one layer's window is decoded; packed: none is (where attach offers it)."
+        ),
     ] = "dense",
     condition_frames: Annotated[
         int | None, typer.Option(min=1, help="Frames that a cache is made from, once a segment.")
     ] = None,
     window_latents: Annotated[
-        int | None, typer.Option(min=0, help="Attended latent frames, sink included; 0: all.")
+        int | None,
+        typer.Option(
+            min=0, help="Attended latent frames, sink included; 0: all (where the host can)."
+        ),
     ] = None,
     sink_latents: Annotated[int | None, typer.Option(min=0, help="Latent frames of sink.")] = None,
     chunk_latents: Annotated[
@@ -93,14 +99,14 @@ def plan(
         return
     from rich.console import Console
 
-    from steadykv.planning.text import heading
+    from steadykv.planning.text import heading, left_out
     from steadykv.report.plan import plan_table
 
     console = Console()
     for line in heading(found):
         console.print(line, highlight=False, markup=False)
     console.print(plan_table(found, console.width))
-    for note in found.notes:
+    for note in filter(None, (left_out(found, console.width), *found.notes)):
         console.print(note, style="dim", highlight=False, markup=False)
 
 

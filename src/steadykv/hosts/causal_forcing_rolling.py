@@ -35,6 +35,7 @@ class RollingEntry(IndexedEntry):
         super().__init__(side)
         self.asked = asked
 
+    @torch.compiler.disable
     def __getitem__(self, name: str) -> Any:
         if name == "v":
             self.asked.layer, self.asked.turns = self.side.layer, self.side.turns

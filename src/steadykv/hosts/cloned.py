@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from steadykv.errors import HostError
@@ -36,6 +37,7 @@ class Overlay(SlicedTensor):
     _start: int | None = None
     _own: Tensor
 
+    @torch.compiler.disable
     def __setitem__(self, key: Any, value: Tensor) -> None:
         start, _ = self._tokens(key, writes=True)
         side, layer = self._side, self._side.layer
@@ -50,6 +52,7 @@ class Overlay(SlicedTensor):
             side.turns.learn(layer, value, start)
         self._start, self._own = start, value
 
+    @torch.compiler.disable
     def __getitem__(self, key: Any) -> Tensor:
         start, end = self._tokens(key)
         side = self._side

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from torch import nn
+
 from steadykv.errors import HostError
 
-__all__ = ["describe", "module_of", "need", "need_arguments", "need_function"]
+__all__ = ["describe", "module_of", "need", "need_arguments", "need_function", "uncompiled"]
 
 _ABSENT: Any = object()
 
@@ -21,6 +23,17 @@ def describe(thing: object) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
+def uncompiled(thing: Any) -> Any:
+    """The module that `torch.compile(module)` was given, or the thing itself.
+
+    What it returned hides the forward's arguments and the class, and hands most attributes on: an
+    attribute that is written to it lands on the module inside.
+    """
+    while isinstance(thing, nn.Module) and isinstance(getattr(thing, "_orig_mod", None), nn.Module):
+        thing = thing._orig_mod
+    return thing
+
+
 def need(host: str, thing: Any, path: str, kind: type | tuple[type, ...] = object) -> Any:
     """The attribute at a dotted `path` of `thing`, of type `kind`; else HostError.
 
@@ -28,6 +41,7 @@ def need(host: str, thing: Any, path: str, kind: type | tuple[type, ...] = objec
     """
     found, walked = thing, type(thing).__name__
     for name in path.split("."):
+        found = uncompiled(found)
         try:
             found = found[int(name)] if name.isdigit() else getattr(found, name, _ABSENT)
         except (IndexError, KeyError, TypeError):
@@ -64,8 +78,8 @@ def need_arguments(host: str, function: Callable[..., Any], *names: str) -> None
 
 
 def module_of(thing: object) -> ModuleType:
-    """The module (file) that defines the class of `thing`."""
-    return sys.modules[type(thing).__module__]
+    """The module (file) that defines the class of `thing`, compiled or not."""
+    return sys.modules[type(uncompiled(thing)).__module__]
 
 
 def need_function(host: str, module: ModuleType, name: str) -> Callable[..., Any]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from steadykv.cache import LayerCache
@@ -29,10 +30,11 @@ class Asked:
         self.layer: LayerCache | None = None
         self.turns: KeyTurns | None = None
 
-    def take(self, queries: Tensor | None) -> None:
+    @torch.compiler.disable
+    def show(self, queries: object) -> None:
         """Let that layer observe queries [B, S, H, D], once."""
         layer, self.layer = self.layer, None
-        if layer is None or queries is None:
+        if layer is None or not isinstance(queries, Tensor):
             return
         layer.observe_queries(queries if self.turns is None else self.turns.before(queries))
 
@@ -49,8 +51,7 @@ def observe_next_attention(
         return
 
     def attention(original: Any, *args: Any, **kwargs: Any) -> Any:
-        queries = args[0] if args else kwargs.get(q)
-        asked.take(queries if isinstance(queries, Tensor) else None)
+        asked.show(args[0] if args else kwargs.get(q))
         return original(*args, **kwargs)
 
     session.patches.wrap(owner, name, attention)

@@ -17,7 +17,7 @@ from steadykv.errors import HostError
 from steadykv.hosts.adapter import Session
 from steadykv.hosts.aside import set_aside
 from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, SeenRotation, stores_before_rope
-from steadykv.hosts.contract import module_of, need, need_arguments, need_function
+from steadykv.hosts.contract import module_of, need, need_arguments, need_function, uncompiled
 from steadykv.hosts.packed_window import ATTENTION, attends_packed
 from steadykv.hosts.queries import observe_attention
 from steadykv.hosts.slices import SlicedLayer
@@ -52,6 +52,7 @@ class IndexedEntry(dict[str, Any]):
         }
         super().__init__(k=side.k, v=side.v, **zeros)
 
+    @torch.compiler.disable
     def __setitem__(self, name: str, value: Any) -> None:
         if name == "global_end_index" and int(value) == 0:
             self.side.reset()
@@ -73,7 +74,7 @@ def module_of_forward(attention: Any) -> ModuleType:
 
     Ulysses, for one, replaces the forward of every attention module.
     """
-    own = vars(attention).get("forward")
+    own = vars(uncompiled(attention)).get("forward")
     return module_of(attention) if own is None else sys.modules[own.__module__]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from steadykv.errors import HostError
@@ -120,19 +121,23 @@ def is_relativistic(attention: Any) -> bool:
 def observe(session: Session, host: Any, is_before: bool) -> None:
     """Queries in the frame of the stored keys: those of `attn1`, or, after RoPE, of its `attn`."""
 
-    def before_rope(_module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], _out: Any) -> None:
-        entry = next((x for x in (*args, *kwargs.values()) if isinstance(x, IndexedEntry)), None)
-        queries = args[0] if args else kwargs.get("q")
+    @torch.compiler.disable
+    def show(given: tuple[Any, ...], queries: Any) -> None:
+        entry = next((x for x in given if isinstance(x, IndexedEntry)), None)
         if entry is not None and isinstance(queries, Tensor):
             entry.side.layer.observe_queries(queries)
+
+    def before_rope(original: Any, *args: Any, **kwargs: Any) -> Any:
+        out = original(*args, **kwargs)
+        show((*args, *kwargs.values()), args[0] if args else kwargs.get("q"))
+        return out
 
     if not is_before and plays_matrix_game(host):
         session.without_queries("Matrix-Game rotates and attends within one function")
         return
     for block in host.transformer.blocks:
         if is_before:
-            handle = block.attn1.register_forward_hook(before_rope, with_kwargs=True)
-            session.patches.on_undo(handle.remove)
+            session.patches.wrap(block.attn1, "forward", before_rope)
         else:
             observe_attention(session, block.attn1.attn, "forward")
 

@@ -78,6 +78,8 @@ class HalvesObserver(TorchFunctionMode):
             return self._call(func, *args, **(kwargs or {}))
         return func(*args, **(kwargs or {}))
 
+    # As a whole: compiled code would not see that one function is made of the other.
+    @torch.compiler.disable
     def _call(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if self._inside or self._layer is None or self._useless:
             return original(*args, **kwargs)
@@ -91,7 +93,6 @@ class HalvesObserver(TorchFunctionMode):
         finally:
             self._inside = False
 
-    @torch.compiler.disable
     def _observe(self, q: Tensor, k: Tensor) -> None:
         layer, first = self._layer, self._first
         assert layer is not None

@@ -22,7 +22,7 @@ from steadykv.cache import KVCache
 from steadykv.errors import ConfigError, HostError
 from steadykv.hosts.adapter import Adapter, Session
 from steadykv.hosts.before_rope import STORE_KEYS, stores_before_rope
-from steadykv.hosts.contract import describe, need, need_arguments
+from steadykv.hosts.contract import describe, need, need_arguments, uncompiled
 from steadykv.hosts.given_rotation import GivenRotation
 from steadykv.hosts.halves import HalvesObserver
 from steadykv.hosts.rebuilt import RebuiltLayer
@@ -133,6 +133,7 @@ class Rebuilds:
                 return original(*args, **kwargs)
         return self.take(original(*args, **kwargs))
 
+    @torch.compiler.disable
     def take(self, entries: Any) -> Any:
         """Pack a list of dicts, layer by layer, freeing the dense tensors on the way."""
         is_list = isinstance(entries, list) and all(isinstance(e, MutableMapping) for e in entries)
@@ -206,7 +207,7 @@ class Rebuilds:
 
 def transformer_of(host: Any) -> Any:
     """The transformer of a pipeline, or the host itself."""
-    return getattr(host, "transformer", host)
+    return uncompiled(getattr(host, "transformer", host))
 
 
 def matches(host: Any) -> bool:

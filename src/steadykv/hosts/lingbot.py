@@ -17,6 +17,7 @@ from steadykv.errors import HostError
 from steadykv.hosts.adapter import Adapter, Session
 from steadykv.hosts.contract import need, need_arguments
 from steadykv.hosts.dicts import OPTIONS, DictCaches, IndexedEntry, module_of_forward
+from steadykv.hosts.passes import follow_calls
 
 __all__ = ["ADAPTERS"]
 
@@ -115,11 +116,10 @@ def install(session: Session, host: Any) -> None:
 
         return PendingList(num_layers, build)
 
-    def before_model(_model: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        entries = kwargs.get("kv_cache")
+    def before(call: dict[str, Any]) -> None:
+        entries = call.get("kv_cache")
         if isinstance(entries, PendingList):
-            latents = kwargs["x"] if "x" in kwargs else args[0]  # of [C, F, rows, columns]
-            rows, columns = latents[0].shape[-2:]
+            rows, columns = call["x"][0].shape[-2:]  # of latents [C, F, rows, columns]
             entries.fill(rows * columns // (host.patch_size[1] * host.patch_size[2]))
 
     def generate(original: Any, *args: Any, **kwargs: Any) -> Any:
@@ -128,8 +128,7 @@ def install(session: Session, host: Any) -> None:
 
     session.patches.wrap(host, INITIALIZER, initialize)
     session.patches.wrap(host, "generate", generate)
-    hook = host.model.register_forward_pre_hook(before_model, with_kwargs=True)
-    session.patches.on_undo(hook.remove)
+    follow_calls(session, host.model, before)
 
 
 ADAPTERS = (

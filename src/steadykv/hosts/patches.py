@@ -6,6 +6,8 @@ from collections.abc import Callable, MutableMapping
 from types import ModuleType
 from typing import Any
 
+from steadykv.hosts.contract import uncompiled
+
 __all__ = ["Patches"]
 
 _ABSENT: Any = object()
@@ -16,7 +18,8 @@ class Patches:
 
     Only an object's own dictionary is written, never its class: an attribute that the class has is
     shadowed while attached and bare again afterwards. Modules are objects too, so a function that
-    a host's file imported by name is replaced in that file alone.
+    a host's file imported by name is replaced in that file alone. Of a compiled module the one
+    inside is changed: its wrapper hands attributes on, and would not give them back.
     """
 
     def __init__(self) -> None:
@@ -28,16 +31,19 @@ class Patches:
 
         A module (file) is shared by all hosts of its classes, so it is nobody's.
         """
+        owner = uncompiled(owner)
         if not isinstance(owner, ModuleType):
             self.owners[id(owner)] = owner
 
     def set(self, owner: Any, name: str, value: Any) -> None:
         """Let `owner.name` be `value` until `undo`."""
+        owner = uncompiled(owner)
         self.keep(owner, name)
         setattr(owner, name, value)
 
     def keep(self, owner: Any, name: str) -> None:
         """Put back on `undo` what `owner.name` is now, whoever writes it until then."""
+        owner = uncompiled(owner)
         self.claim(owner)
         before = vars(owner).get(name, _ABSENT)
         self._undo.append(lambda: _put_back(owner, name, before))
@@ -47,6 +53,7 @@ class Patches:
 
         Blocks may end in another order than they began: a wrapper below others is taken out.
         """
+        owner = uncompiled(owner)
         self.claim(owner)
         call = _Wrapped(wrapper, getattr(owner, name), vars(owner).get(name, _ABSENT))
         setattr(owner, name, call)

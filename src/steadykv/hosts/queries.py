@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from steadykv.cache import LayerCache
@@ -32,6 +33,7 @@ class Readers:
         """`keys` were read from `layer`, which stores them before they are turned so."""
         self._keys, self._layer, self._turns = weakref.ref(keys), layer, turns
 
+    @torch.compiler.disable
     def show(self, queries: Tensor, keys: object) -> None:
         """Let the layer that gave exactly these keys, if one did, observe queries, once."""
         if self._keys is None or self._keys() is not keys or self._layer is None:
@@ -64,9 +66,16 @@ def observe_attention(
             if isinstance(queries, Tensor):
                 session.readers.show(queries, keys)
             return original(*args, **kwargs)
+        return packed(original, args, kwargs, queries, keys, values, len(found) == 3)
+
+    @torch.compiler.disable
+    def packed(
+        original: Any, args: Any, kwargs: Any, queries: Any, keys: PackedWindow, values: Any,
+        is_all: bool,
+    ) -> Any:  # fmt: skip
         assert isinstance(queries, Tensor)
         keys.layer.observe_queries(queries)
-        if len(found) == 3 == len(args) + len(kwargs) and keys.can_attend(values):
+        if is_all and len(args) + len(kwargs) == 3 and keys.can_attend(values):
             return keys.layer.attend(queries)
         session.warn(
             "attention is called with more than queries, keys and values, or with a part of them: "

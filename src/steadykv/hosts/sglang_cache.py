@@ -142,6 +142,7 @@ class SGLangCache:
         self.layer.reset()
         self._set_ends(0)
 
+    @torch.compiler.disable
     def update_and_get_attention_kv(
         self,
         *,
@@ -184,6 +185,7 @@ class SGLangCache:
         local = min(end, self.cache_size)
         return KVView(k, v, local - tokens, local, local, end)
 
+    @torch.compiler.disable
     def observe_queries(self, q: Tensor) -> None:
         """The queries of this pass, [B, S, n·H, D] after RoPE; behind the update of the pass.
 

@@ -148,10 +148,12 @@ class SlicedTensor:
     def __len__(self) -> int:
         return self._side.batch
 
+    @torch.compiler.disable
     def __getitem__(self, key: Any) -> Tensor | PackedWindow:
         start, end = self._tokens(key)
         return self._side.read(self._name, start, end)
 
+    @torch.compiler.disable
     def __setitem__(self, key: Any, value: Tensor) -> None:
         start, end = self._tokens(key, writes=True)
         tokens = value.shape[self._side.layer.geometry.token_dim]

@@ -18,6 +18,7 @@ __all__ = ["TrimmedTensor"]
 class TrimmedTensor(SlicedTensor):
     """A slice of it that names tokens which have left waits until the host trims it."""
 
+    @torch.compiler.disable
     def __getitem__(self, key: Any) -> Any:
         start, end = self._tokens(key)
         if is_held(self._side, self._side.ranges(start, end)):
@@ -36,6 +37,7 @@ class WaitingSlice:
         geometry = self._side.layer.geometry
         return torch.Size(geometry.shape(self._side.batch, self._end - self._start))
 
+    @torch.compiler.disable
     def __getitem__(self, key: Any) -> Any:
         parts = key if isinstance(key, tuple) else (key,)
         if len(parts) != 2 or parts[0] != slice(None) or not isinstance(parts[1], slice):

@@ -39,7 +39,9 @@ class Model:
     one, where it has such. chunk_latents: latent frames that it makes at once;
     first_chunk_latents: of the first chunk, where that differs. window_latents: latent frames that
     it attends to, sink included; None for all.
-    storage: see `storage_values` in hosts.json. branches: guidance branches with a cache each.
+    storage: see `storage_values` in hosts.json. attention_options: what `attach` offers for it.
+    needs_window: whether its host refuses to run without one. branches: guidance branches with a
+    cache each.
     parameters: None where its name does not tell. fps: frames a second of its videos, or None.
     other_caches: those that stay dense. evidence: how sure each group of fields is.
     """
@@ -64,6 +66,8 @@ class Model:
     branches: int
     max_branches: int
     storage: str
+    attention_options: tuple[str, ...]
+    needs_window: bool
     fps: float | None
     other_caches: tuple[OtherCache, ...]
     notes: str
@@ -112,7 +116,8 @@ def models() -> tuple[Model, ...]:
     found = []
     for row in _data("hosts")["hosts"]:
         others = tuple(OtherCache(**other) for other in row["other_caches"])
-        found.append(Model(**{**row, "aliases": tuple(row["aliases"]), "other_caches": others}))
+        lists = {name: tuple(row[name]) for name in ("aliases", "attention_options")}
+        found.append(Model(**{**row, **lists, "other_caches": others}))
     return tuple(found)
 
 

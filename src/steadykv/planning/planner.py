@@ -10,6 +10,7 @@ from steadykv.config import PRESETS, CacheConfig, parse_method, preset
 from steadykv.errors import ConfigError
 from steadykv.planning.catalog import GIB, Gpu, Model, find_gpu, find_model, find_resolution
 from steadykv.planning.needs import Need, Setting, longest, need
+from steadykv.planning.offers import check_choices
 
 __all__ = ["ATTENTION", "WEIGHT_BYTES", "MethodPlan", "Plan", "plan"]
 
@@ -148,7 +149,8 @@ def plan(
     resolution: "480p", "480x832"; the model's own by default. presets: names or KEYS:VALUES, or
     configurations; by default all that need no calibration and whose own policy suits the window.
     span_chunks, centroids: for all of them. attention: "dense" decodes one layer's window for the
-    host, "packed" is `LayerCache.attend`. condition_frames: of a model that caches those alone.
+    host, "packed" is `LayerCache.attend`, where its adapter offers that. condition_frames: of a
+    model that caches those alone.
     window_latents (0: none), sink_latents, chunk_latents, frame_tokens, branches: in place of the
     model's own. shards: GPUs that split its heads; bytes are those of one. weights_gib, or
     parameters times the bytes of weight_dtype: in place of the number in the model's name, on every
@@ -168,6 +170,9 @@ def plan(
     ):  # fmt: skip
         low = 0 if name in ("window_latents", "sink_latents") else 1
         _check_number(name, number, low)
+    if attention not in ATTENTION:
+        raise ConfigError(f"attention is {attention!r}: expected {' or '.join(ATTENTION)}")
+    check_choices(known, attention, window_latents, sink_latents)
     own = {name: number for name, number in changes.items() if number is not None}
     changed = replace(known, **own)  # type: ignore[arg-type]
     if window_latents == 0:
@@ -175,8 +180,6 @@ def plan(
     cached = _condition(changed, condition_frames)
     if changed.heads % shards:
         raise ConfigError(f"shards is {shards}: expected a divisor of {changed.heads} heads")
-    if attention not in ATTENTION:
-        raise ConfigError(f"attention is {attention!r}: expected {' or '.join(ATTENTION)}")
     rate = _positive("fps", fps) or known.fps or DEFAULT_FPS
     setting = Setting(
         model=changed,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from steadykv.planning.catalog import GIB
 from steadykv.planning.planner import MethodPlan, Plan
 
-__all__ = ["Column", "columns", "gib", "heading", "plain", "verdict"]
+__all__ = ["GAP", "Column", "columns", "gib", "heading", "left_out", "plain", "verdict"]
 
 GAP = 2  # characters between columns
 
@@ -61,7 +61,33 @@ def heading(plan: Plan) -> list[str]:
 
 
 def columns(plan: Plan, width: int) -> list[Column]:
-    """The table, all sizes in GiB; `width` is that of the terminal in characters."""
+    """The table, all sizes in GiB; `width` is that of the terminal in characters.
+
+    Where that is too little, the columns of highest rank are not among them; see `left_out`.
+    """
+    found = _all_columns(plan)
+    while sum(column.width + GAP for column in found) > width:
+        least = max(found, key=lambda column: column.rank)
+        if not least.rank:
+            break
+        found.remove(least)
+    return found
+
+
+def left_out(plan: Plan, width: int) -> str:
+    """A line that names the columns which have no room, and how to see them; or nothing."""
+    shown = [column.title for column in columns(plan, width)]
+    missing = [c.title for c in _all_columns(plan) if c.title not in shown]
+    if not missing:
+        return ""
+    enough = sum(column.width + GAP for column in _all_columns(plan))
+    return (
+        f"no room in {width} characters for: {', '.join(missing)}; --json has all numbers, "
+        f"{enough} characters (COLUMNS={enough}) the whole table"
+    )
+
+
+def _all_columns(plan: Plan) -> list[Column]:
     rows = plan.methods
     is_packed = plan.attention == "packed"
     read = [row.attend_bytes if is_packed else row.window_bytes for row in rows]
@@ -81,11 +107,6 @@ def columns(plan: Plan, width: int) -> list[Column]:
         found.append(_sizes("total", (row.total_bytes for row in rows)))
         found.append(Column("verdict", tuple(verdict(row) for row in rows)))
         found.append(Column("longest video", tuple(_longest(row) for row in rows)))
-    while sum(column.width + GAP for column in found) > width:
-        least = max(found, key=lambda column: column.rank)
-        if not least.rank:
-            break
-        found.remove(least)
     return found
 
 
@@ -108,7 +129,8 @@ def plain(plan: Plan, width: int = 140) -> str:
             for index, (cell, size) in enumerate(zip(cells, widths, strict=True))
         ]
         lines.append((" " * GAP).join(padded).rstrip())
-    return "\n".join([*lines, "", *plan.notes])
+    notes = filter(None, (left_out(plan, width), *plan.notes))
+    return "\n".join([*lines, "", *notes])
 
 
 def gib(nbytes: int) -> str:

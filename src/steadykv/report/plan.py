@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 from rich import box
 from rich.table import Table
 
 from steadykv.planning import Plan
 from steadykv.planning.catalog import Gpu, Model
-from steadykv.planning.text import columns, gib
+from steadykv.planning.text import GAP, columns, gib
 
 __all__ = ["gpu_table", "model_table", "plan_table"]
 
@@ -18,8 +19,11 @@ def plan_table(plan: Plan, width: int) -> Table:
     """Every method's bytes in GiB, and whether they fit; `width` is that of the terminal."""
     table = _table()
     shown = columns(plan, width)
+    needed = sum(column.width + GAP for column in shown) - GAP  # none behind the last one
+    fits = needed <= width  # else cells are wrapped, not cut off
     for number, column in enumerate(shown):
-        table.add_column(column.title, justify="right" if number else "left", no_wrap=True)
+        side: Literal["left", "right"] = "right" if number else "left"
+        table.add_column(column.title, justify=side, no_wrap=fits, overflow="fold")
     verdicts = [column.title for column in shown].index("verdict") if plan.gpu else None
     for number, row in enumerate(plan.methods):
         cells = [column.cells[number] for column in shown]
