@@ -346,6 +346,7 @@ class LayerCache:
                 calibration=self.calibration,
                 meter=self.meter,
             )
+            store.fade(self.config.policy.refined_spans)
             self._account()
         self.progress.packed(group)
         self.encoded_tokens += (end - start) * was_encoded

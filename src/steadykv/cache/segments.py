@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -166,6 +166,17 @@ class TensorStore:
         joined = Segment(old[0].start, old[-1].end, torch.cat(tensors, dim=self.token_dim))
         self.replace(old, joined)
         return joined
+
+    def fade(self, newest: int) -> None:
+        """Drop the refinement of all packed segments but the newest ones."""
+        packed = [i for i, segment in enumerate(self.segments) if segment.payload is not None]
+        for index in packed[: max(0, len(packed) - newest)]:
+            segment = self.segments[index]
+            assert segment.payload is not None
+            faded = segment.payload.unrefined()
+            if faded is not segment.payload:
+                self.segments[index] = replace(segment, data=faded)
+                self.changed()
 
     def drop_where(self, has_left: Callable[[Segment], bool]) -> None:
         """Release segments."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, SupportsIndex
 
 import torch
@@ -74,6 +74,13 @@ class Payload:
         The stored tensor where it is BF16, a new FP32 one where it is E4M3.
         """
         return centroid_values(self.tensors) if "centroids" in self.tensors else None
+
+    def unrefined(self) -> Payload:
+        """The same payload without its refinement, sharing all other tensors; itself if none."""
+        if "refinement" not in self.tensors:
+            return self
+        kept = {name: t for name, t in self.tensors.items() if name != "refinement"}
+        return Payload(replace(self.config, refinement=0), self.shape, kept, self.flags)
 
     def decode(
         self,

@@ -75,6 +75,7 @@ class QuantWMCodec(QVG4Codec):
         )
         subspace = self.subspace(inputs, flags)
         tensors, saturated = self.round_keys(x, centroids, ids, inputs, subspace, flags)
+        self.refine(x, centroids, ids, tensors)
         lost: Tensor | int = 0
         if config.refit:
             centroids = stored["centroids"] = self.refit(x, tensors, ids, centroids)

@@ -40,8 +40,10 @@ class QVGCodec(Codec):
     `scale_base` FP16 [B, H]; `ids` uint8 [B, H, T, S] (uint16 above 256 centroids); `centroids`
     BF16 [B, H, T, min(C, S), D], or for centroid_format "fp8" E4M3 and `centroid_scale` FP16 [B, H,
     T, min(C, S)].
-    Bits per element: bits + 8·G/D + 8·T/D + 16·T·C/S. In place of bits, trits have 8·ceil(D/5)/D;
-    in place of 16·T·C/S, FP8 centroids have T·C·(8·D + 16)/(S·D); int8 adds 16/(S·D).
+    With refinement also `refinement` uint8 [B, H, S, ceil(D·refinement/8)], until it is dropped.
+    Bits per element: bits + refinement + 8·G/D + 8·T/D + 16·T·C/S. In place of bits, trits have
+    8·ceil(D/5)/D; in place of 16·T·C/S, FP8 centroids have T·C·(8·D + 16)/(S·D); int8 adds
+    16/(S·D).
     Error, unless the flag `saturated` counts, for a group r of what the centroids leave and L =
     2^(bits-1) - 1: at most (s + d)/2 + L·d with s = max(max|r|/L, 2^-9) and d = max(s/16, 2^-10);
     for "int8" s = max|r|/L and d = `scale_base` + 2^-17. `refit` keeps or lowers the squared error
@@ -73,6 +75,9 @@ class QVGCodec(Codec):
         batch, heads, tokens, width = shape
         row = ops.packed_length(width, config.bits, config.packing)
         layout = {"codes": TensorSpec((batch, heads, tokens, row), torch.uint8)}
+        if config.refinement:
+            row = ops.packed_length(width, config.refinement)
+            layout["refinement"] = TensorSpec((batch, heads, tokens, row), torch.uint8)
         layout.update(self.metadata_layout(batch, heads, tokens, -(-width // config.group_size)))
         layout["ids"] = TensorSpec((batch, heads, config.stages, tokens), self.id_dtype)
         if tokens:
@@ -116,6 +121,7 @@ class QVGCodec(Codec):
             found.append(self.cluster(rows, inputs, stage))
         last = found[-1]
         tensors, lost = self.round(rows, last.values, last.ids)
+        self.refine(rows, last.values, last.ids, tensors)
         if config.refit:
             last.stored["centroids"] = self.refit(rows, tensors, last.ids, last.stored["centroids"])
         tensors["ids"] = _stacked([clusters.ids.to(self.id_dtype) for clusters in found])
@@ -170,6 +176,22 @@ class QVGCodec(Codec):
             scale_search=config.scale_search,
         )
 
+    def refine(self, x: Tensor, centroids: Tensor, ids: Tensor, tensors: dict[str, Tensor]) -> None:
+        """Adds the refinement of the codes in `tensors`, where the configuration asks for it."""
+        config = self.config
+        if config.refinement:
+            tensors["refinement"] = ops.refine_clustered(
+                x,
+                centroids,
+                ids,
+                tensors,
+                self.grid,
+                config.bits,
+                config.group_size,
+                config.refinement,
+                packing=config.packing,
+            )
+
     def refit(
         self, x: Tensor, tensors: Mapping[str, Tensor], ids: Tensor, centroids: Tensor
     ) -> Tensor:
@@ -219,13 +241,20 @@ class QVGCodec(Codec):
             start,
             end,
             packing=config.packing,
+            refinement=config.refinement,
         )
 
     def prepared(self, tensors: Mapping[str, Tensor], shape: Shape) -> Decoder | None:
         """See `Codec.prepared`."""
         config = self.config
         return ops.clustered_decoder(
-            tensors, shape[3], self.grid, config.bits, config.group_size, config.packing
+            tensors,
+            shape[3],
+            self.grid,
+            config.bits,
+            config.group_size,
+            config.packing,
+            config.refinement,
         )
 
     def check_indices(self, shape: Shape, tensors: Mapping[str, Tensor]) -> None:

@@ -22,6 +22,8 @@ class CachePolicy:
     sink_frames: first frames that are always attended.
     sink_keep: first frames that are kept dense.
     recent_keep: newest committed chunks that are kept dense.
+    refined_spans: newest packed spans that keep the `refinement` of their codec; older ones are
+    read without it, and nothing is packed again.
     """
 
     span_chunks: int = 1
@@ -29,10 +31,11 @@ class CachePolicy:
     sink_frames: int = 0
     sink_keep: int = 0
     recent_keep: int = 0
+    refined_spans: int = 1
 
     def __post_init__(self) -> None:
         check_int("CachePolicy", "span_chunks", self.span_chunks, 1, 1 << 20)
-        for name in ("sink_frames", "sink_keep", "recent_keep"):
+        for name in ("sink_frames", "sink_keep", "recent_keep", "refined_spans"):
             check_int("CachePolicy", name, getattr(self, name), 0, 1 << 30)
         if self.window_frames is None:
             return

@@ -14,7 +14,7 @@ VERSION = 1
 
 _CLUSTERED = (
     "bits", "group_size", "centroids", "iterations", "warm_start", "reseed_empty", "refit", "seed",
-    "metadata", "centroid_format",
+    "metadata", "centroid_format", "refinement",
 )  # fmt: skip
 _FOUR_LEVELS = (*_CLUSTERED, "include_zero")
 _QUERY_AWARE = (
@@ -56,6 +56,7 @@ _OWN_CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "bits": (2, 3, 4),
     "centroid_format": ("bf16", "fp8"),
+    "refinement": (0, 2, 3, 4),
     "packing": ("bits", "trits"),
     "axis": ("channels", "tokens"),
     "metric": ("diagonal", "full", "none"),
@@ -153,6 +154,8 @@ class CodecConfig:
     bits.
     stages: k-means passes, each over what the ones before left.
     centroid_format: "bf16", or "fp8" (E4M3 with an FP16 scale a centroid).
+    refinement: bits that each number has beside its code while its span is among the newest
+    (`CachePolicy.refined_spans`); with rank 0 only.
     clip_ratio: quarot only; ends of a group's range are taken times this, above 0 and at most 1.
     dim_splits: quarot only; widths that head_dim is cut into before each is rotated alone; empty
     for one.
@@ -195,6 +198,7 @@ class CodecConfig:
     packing: str = "bits"
     stages: int = 1
     centroid_format: str = "bf16"
+    refinement: int = 0
     clip_ratio: float = 0.99
     dim_splits: tuple[int, ...] = ()
 
@@ -252,6 +256,12 @@ class CodecConfig:
             raise ConfigError(
                 f"CodecConfig.{name} is {getattr(self, name)!r} with metadata='fp8': expected its "
                 "default, because such groups have a minimum and no zero point, or metadata='int8'"
+            )
+        if self.refinement and (self.refit or (self.rank and "rank" in METHODS[self.method])):
+            name, wanted = ("refit", False) if self.refit else ("rank", 0)
+            raise ConfigError(
+                f"CodecConfig.{name} is {getattr(self, name)!r} with refinement={self.refinement}: "
+                f"expected {wanted}, because it would serve the unrefined numbers only"
             )
         if self.refit and self.centroid_format == "fp8":
             raise ConfigError(

@@ -8,17 +8,19 @@ import torch
 
 from steadykv.cache import LayerCache
 from steadykv.cache.policy import TokenRange
+from steadykv.codecs import Payload
 
 
 class PackedKeys:
     """Decoded keys of the packed spans that one layer of one cache holds, BF16 [B, H, S, D] each.
 
-    A span is encoded once and never changes, so it is decoded once as well; its keys are released
-    when the cache has let go of it.
+    A span is encoded once, so it is decoded once as well, and once more when its refinement goes;
+    its keys are released when the cache has let go of it.
     """
 
     def __init__(self) -> None:
         self._decoded: dict[TokenRange, torch.Tensor] = {}
+        self._payloads: dict[TokenRange, Payload] = {}
         self.ranges: tuple[TokenRange, ...] = ()
         """Packed tokens inside the window, ascending and disjoint."""
 
@@ -30,9 +32,10 @@ class PackedKeys:
             if segment.payload is not None
         }
         self._decoded = {
-            span: self._decoded[span] if span in self._decoded else payload.decode()
+            span: self._decoded[span] if self._payloads.get(span) is payload else payload.decode()
             for span, payload in payloads.items()
         }
+        self._payloads = payloads
         self.ranges = tuple(
             (max(start, low), min(end, high))
             for start, end in sorted(payloads)

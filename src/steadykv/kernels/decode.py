@@ -58,20 +58,30 @@ def decode_clustered(
     start: int,
     end: int,
     packing: str = "bits",
+    refinement: int = 0,
 ) -> None:
     """See `steadykv.ops.decode`."""
     if "row_index" in tensors:
         tensors = reference.dense_coefficients(tensors)
     if out.numel():
-        decode = clustered_decoder(tensors, out.shape[3], grid, bits, group_size, packing)
+        width = out.shape[3]
+        decode = clustered_decoder(tensors, width, grid, bits, group_size, packing, refinement)
         decode(None, out, start, end)
 
 
 def clustered_decoder(
-    tensors: Mapping[str, Tensor], width: int, grid: str, bits: int, group_size: int, packing: str
+    tensors: Mapping[str, Tensor],
+    width: int,
+    grid: str,
+    bits: int,
+    group_size: int,
+    packing: str,
+    refinement: int = 0,
 ) -> Decoder:
     """See `steadykv.ops.decode`."""
-    return _groups_decoder(tensors, width, grid, bits, group_size, "channels", packing, 0)
+    return _groups_decoder(
+        tensors, width, grid, bits, group_size, "channels", packing, 0, refinement
+    )
 
 
 def decode_grouped(
@@ -170,6 +180,7 @@ def _groups_decoder(
     axis: str,
     packing: str,
     levels: int,
+    refinement: int = 0,
 ) -> Decoder:
     """Everything that does not depend on `out`, found once: reading a cache launches it often."""
     stored = {name: _plain(t) for name, t in tensors.items()}
@@ -183,8 +194,12 @@ def _groups_decoder(
     rank = 0 if basis is None else basis.shape[-1]
     words = power_of_two(blocks(width, 8))
     tile_tokens, warps = _tile(COMPENSATED_TILES if rank else TILES, 8 * words)
+    finer, finer_row = None, 0
+    if refinement:
+        finer = _code_words(stored["refinement"], width, refinement)
+        finer_row = stored["refinement"].shape[3]
     payload = (
-        codes, scale, stored.get("scale_base"),
+        codes, finer, scale, stored.get("scale_base"),
         stored["minimum"] if grid.startswith("affine_min") else None, zeros,
         ids, centroids, stored.get("centroid_scale"),
         basis, stored.get("coef_codes"), stored.get("coef_scales"),
@@ -194,11 +209,11 @@ def _groups_decoder(
         0 if centroids is None else centroids.shape[3],
         0 if zeros is None else zeros.shape[2],
         width, words, row, bits, group_size, axis == "tokens", 0 if ids is None else ids.shape[2],
-        rank, min(RANK_BLOCK, tile_width(rank)), levels, packing == "trits",
+        rank, min(RANK_BLOCK, tile_width(rank)), levels, packing == "trits", refinement, finer_row,
     )  # fmt: skip
 
     launch = _launch_of(groups_kernel, warps, payload, (*sizes[3:], tile_tokens))
-    is_whole = packing == "bits" and axis == "channels" and not levels
+    is_whole = packing == "bits" and axis == "channels" and not levels and not refinement
     pairs = _pairs_decoder(stored, width, grid, bits, group_size) if is_whole else None
 
     def decode(part: Heads | None, out: Tensor, start: int, end: int) -> None:

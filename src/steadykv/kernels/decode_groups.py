@@ -21,6 +21,7 @@ __all__ = ["groups_kernel"]
 def groups_kernel(
     p_out,
     p_codes,
+    p_finer,
     p_scale,
     p_base,
     p_minimum,
@@ -56,6 +57,8 @@ def groups_kernel(
     BLOCK_R: tl.constexpr,
     LEVELS: tl.constexpr,
     IS_TRITS: tl.constexpr,
+    FINER: tl.constexpr,
+    FINER_ROW: tl.constexpr,
     IS_ALIGNED: tl.constexpr,
     HEADS_FIRST: tl.constexpr,
     INTERPRET: tl.constexpr,
@@ -103,6 +106,12 @@ def groups_kernel(
     else:
         zero = (1 << (BITS - 1)) - 1.0
     value = grid_steps(p_codes, zero, at, o_token, m_token, o_word, WIDTH, ROW, BITS, IS_TRITS)
+    if FINER > 0:  # the middle of the part of a step; all of these are exact
+        LEVELS_FINER: tl.constexpr = 1 << FINER
+        part = grid_steps(
+            p_finer, 0.0, at, o_token, m_token, o_word, WIDTH, FINER_ROW, FINER, False
+        )
+        value += (part + 0.5) * (1.0 / LEVELS_FINER) - 0.5
     value *= scale
     if p_minimum is not None:
         value += stored_number(p_minimum + first_run * GROUPS, o_group, m_group, False)

@@ -6,6 +6,8 @@ other forms are computed by the reference from the residual.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from ..reference.group_quantize import group_dequantize
 from ..reference.group_quantize import group_quantize as _group_quantize
+from ..reference.group_quantize import refine_clustered as _refine_clustered
 from ..reference.pack import pack
 from .codes import above, clipped, divisor, rounded, store_codes, threshold
 from .kmeans import subtract_centroids
@@ -20,7 +23,7 @@ from .launch import Launch, blocks, interpreted, kind_of, on_device, power_of_tw
 from .numbers import e4m3_byte, e4m3_rounded
 from .residual import LANES, as_pairs, residual_pairs, word_places
 
-__all__ = ["group_dequantize", "group_quantize", "quantize_clustered"]
+__all__ = ["group_dequantize", "group_quantize", "quantize_clustered", "refine_clustered"]
 
 TILE = 2048  # numbers of one warp
 WARPS = 1  # of one program
@@ -109,6 +112,11 @@ def quantize_clustered(
         zeros = pack(zeros, bits)
     tensors = {"codes": codes, "scale_codes": scales, "scale_base": base, "zeros": zeros}
     return tensors, saturated
+
+
+def refine_clustered(x: Tensor, *given: Any) -> Tensor:
+    """See `steadykv.ops.group_quantize`; there is no kernel yet."""
+    return _refine_clustered(x.float(), *given)
 
 
 @triton.jit

@@ -12,7 +12,12 @@ from .decode import (
 from .dispatch import BACKENDS, OPS, backend_of, explain, use_backend
 from .feedback_rounding import feedback_factor, feedback_quantize, feedback_quantize_clustered
 from .finite import copy_finite, count_nonfinite, head_rows
-from .group_quantize import group_dequantize, group_quantize, quantize_clustered
+from .group_quantize import (
+    group_dequantize,
+    group_quantize,
+    quantize_clustered,
+    refine_clustered,
+)
 from .hadamard import hadamard
 from .kmeans import (
     assign_centroids,
@@ -81,6 +86,7 @@ __all__ = [
     "quantize_clustered",
     "query_metric",
     "query_subspace",
+    "refine_clustered",
     "refit_centroids",
     "select_centroids",
     "subtract_centroids",

@@ -35,12 +35,14 @@ def decode_clustered(
     end: int,
     *,
     packing: str = "bits",
+    refinement: int = 0,
     backend: str | None = None,
 ) -> None:
     """(mu_1[id] + …) + residual + alpha·(basis·codes) of tokens start..end: FP32 sums, one cast.
 
     tensors: of a qvg, qvg4 or quantwm payload, [B, H, ...] or sparse coefficients; centroids are
     BF16, or E4M3 times `centroid_scale`. grid, bits, group_size, packing: as in `group_quantize`.
+    refinement: bits of the `refinement` in them, or 0 to read the codes alone.
     out: [B, H, end-start, D], float, any strides, on the same device. An FP16 `out` saturates.
     The reference allocates FP32 row blocks, and FP32 copies of E4M3 centroids; nothing that grows
     with S. The kernel allocates nothing. Sparse coefficients are made dense by both: r + 2 bytes a
@@ -49,10 +51,12 @@ def decode_clustered(
     """
     if torch.compiler.is_compiling():
         names, packed = ",".join(tensors), list(tensors.values())
-        _clustered(names, packed, out, grid, bits, group_size, start, end, packing, backend)
+        _clustered(
+            names, packed, out, grid, bits, group_size, start, end, packing, refinement, backend
+        )
         return
     module = resolve("decode", out.device, backend)
-    module.decode_clustered(tensors, out, grid, bits, group_size, start, end, packing)
+    module.decode_clustered(tensors, out, grid, bits, group_size, start, end, packing, refinement)
 
 
 def decode_grouped(
@@ -103,14 +107,20 @@ def decode_nonuniform(
 
 
 def clustered_decoder(
-    tensors: Mapping[str, Tensor], width: int, grid: str, bits: int, group_size: int, packing: str
+    tensors: Mapping[str, Tensor],
+    width: int,
+    grid: str,
+    bits: int,
+    group_size: int,
+    packing: str,
+    refinement: int = 0,
 ) -> Decoder | None:
     """`decode_clustered` of one payload, D = width, prepared to be called again and again.
 
     None where nothing would be gained: no kernel, sparse coefficients, inside `torch.compile`.
     """
     make = _maker("clustered_decoder", tensors)
-    return make(tensors, width, grid, bits, group_size, packing) if make else None
+    return make(tensors, width, grid, bits, group_size, packing, refinement) if make else None
 
 
 def grouped_decoder(
@@ -145,12 +155,22 @@ def _clustered(
     start: int,
     end: int,
     packing: str,
+    refinement: int,
     backend: str | None,
 ) -> None:
     packed = dict(zip(names.split(","), tensors, strict=True))
     with full_precision(out.device):
         decode_clustered(
-            packed, out, grid, bits, group_size, start, end, packing=packing, backend=backend
+            packed,
+            out,
+            grid,
+            bits,
+            group_size,
+            start,
+            end,
+            packing=packing,
+            refinement=refinement,
+            backend=backend,
         )
 
 

@@ -8,7 +8,13 @@ from torch import Tensor
 
 from .dispatch import resolve
 
-__all__ = ["GRIDS", "group_dequantize", "group_quantize", "quantize_clustered"]
+__all__ = [
+    "GRIDS",
+    "group_dequantize",
+    "group_quantize",
+    "quantize_clustered",
+    "refine_clustered",
+]
 
 # A grid's name says what is stored beside the codes, too.
 GRIDS = ("symmetric", "symmetric_int8", "affine_min", "affine_min_fp8", "affine_zero")
@@ -82,6 +88,33 @@ def quantize_clustered(
     )
 
 
+def refine_clustered(
+    x: Tensor,
+    centroids: Tensor,
+    ids: Tensor,
+    tensors: Mapping[str, Tensor],
+    grid: str,
+    bits: int,
+    group_size: int,
+    refinement: int,
+    *,
+    packing: str = "bits",
+    backend: str | None = None,
+) -> Tensor:
+    """Where in its step each number lies: uint8 [N, S, packed_length(D, refinement)].
+
+    tensors: what `quantize_clustered` made of the same arguments, or any other codes on its grid.
+    With v the value of a code and s its stored scale, the step [v - s/2, v + s/2] is cut into
+    2^refinement equal parts; what lies outside, where a range was cut off or a scale rounded down,
+    gets the nearest part. A value is then s·(part + 1/2)/2^refinement - s/2 farther on.
+    Allocates codes, a byte each, and FP32 row blocks.
+    """
+    module = resolve("group_quantize", x.device, backend)
+    return module.refine_clustered(
+        x, centroids, ids, tensors, grid, bits, group_size, refinement, packing
+    )
+
+
 def group_dequantize(
     tensors: Mapping[str, Tensor],
     grid: str,
@@ -93,10 +126,14 @@ def group_dequantize(
     *,
     axis: str = "channels",
     packing: str = "bits",
+    refinement: int = 0,
     backend: str | None = None,
 ) -> Tensor:
-    """Values of the tokens start..end of what `group_quantize` made: new FP32 [N, end-start, D]."""
+    """Values of the tokens start..end of what `group_quantize` made: new FP32 [N, end-start, D].
+
+    refinement: bits of the `refinement` in `tensors`; 0 leaves it alone.
+    """
     module = resolve("group_quantize", tensors["codes"].device, backend)
     return module.group_dequantize(
-        tensors, grid, bits, group_size, head_dim, start, end, axis, packing
+        tensors, grid, bits, group_size, head_dim, start, end, axis, packing, refinement
     )

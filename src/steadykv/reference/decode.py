@@ -29,6 +29,7 @@ def decode_clustered(
     start: int,
     end: int,
     packing: str = "bits",
+    refinement: int = 0,
 ) -> None:
     """See `steadykv.ops.decode`."""
     if "row_index" in tensors:
@@ -45,7 +46,15 @@ def decode_clustered(
         for stage in range(1, ids.shape[1]):
             base += gather_rows(centroids, ids[:, stage] + stage * clusters)
         value = group_dequantize(
-            packed, grid, bits, group_size, out.shape[-1], first, last, packing=packing
+            packed,
+            grid,
+            bits,
+            group_size,
+            out.shape[-1],
+            first,
+            last,
+            packing=packing,
+            refinement=refinement,
         )
         value += base
         if "basis" in packed:

@@ -18,6 +18,7 @@ __all__ = [
     "group_dequantize",
     "group_quantize",
     "quantize_clustered",
+    "refine_clustered",
 ]
 
 E4M3_MAX = 448.0
@@ -79,17 +80,17 @@ def group_dequantize(
     end: int,
     axis: str = "channels",
     packing: str = "bits",
+    refinement: int = 0,
 ) -> Tensor:
     """See `steadykv.ops.group_quantize`."""
     value = unpack(tensors["codes"][:, start:end], bits, head_dim, torch.float32, packing)
+    if refinement:
+        value += _fractions(tensors["refinement"][:, start:end], refinement, head_dim)
     if axis == "tokens":
         run = torch.arange(start, end, device=value.device) // group_size
         value *= tensors["scale"].index_select(1, run)
         return value.add_(tensors["minimum"].index_select(1, run))
-    if "scale_codes" in tensors:
-        scale = _affine_scale(tensors["scale_base"], tensors["scale_codes"][:, start:end])
-    else:
-        scale = tensors["scale"][:, start:end].float()
+    scale = _scales_of(tensors, start, end)
     minimum = zero = None
     if grid in ("affine_min", "affine_min_fp8"):
         minimum = tensors["minimum"][:, start:end].float()
@@ -104,6 +105,47 @@ def group_dequantize(
         if minimum is not None:
             part += minimum[..., at, None]
     return value
+
+
+def refine_clustered(
+    x: Tensor,
+    centroids: Tensor,
+    ids: Tensor,
+    tensors: Mapping[str, Tensor],
+    grid: str,
+    bits: int,
+    group_size: int,
+    refinement: int,
+    packing: str = "bits",
+) -> Tensor:
+    """See `steadykv.ops.group_quantize`."""
+    width, levels = x.shape[2], 2**refinement
+    codes = torch.empty(x.shape, dtype=torch.uint8, device=x.device)
+    for rows in _row_blocks(x):
+        left = subtract_centroids(x[:, rows], centroids, ids[:, rows])
+        left -= group_dequantize(
+            tensors, grid, bits, group_size, width, rows.start, rows.stop, packing=packing
+        )
+        divisor = _divisor(_scales_of(tensors, rows.start, rows.stop))
+        for (part, at), (code, _) in zip(
+            _groups(left, group_size, -1), _groups(codes[:, rows], group_size, -1), strict=True
+        ):
+            steps = (part / divisor[:, :, at, None]).mul_(levels).floor_()
+            code.copy_(steps.add_(levels // 2).clamp_(0, levels - 1))
+    return pack(codes, refinement)
+
+
+def _fractions(packed: Tensor, refinement: int, width: int) -> Tensor:
+    """Shares of a step that refined codes stand for: the middles of 2^refinement equal parts."""
+    fraction = unpack(packed, refinement, width, torch.float32)
+    return fraction.add_(0.5).mul_(2.0**-refinement).sub_(0.5)
+
+
+def _scales_of(tensors: Mapping[str, Tensor], start: int, end: int) -> Tensor:
+    """Stored scales of the tokens start..end, FP32 [N, end - start, G]."""
+    if "scale_codes" in tensors:
+        return _affine_scale(tensors["scale_base"], tensors["scale_codes"][:, start:end])
+    return tensors["scale"][:, start:end].float()
 
 
 def _symmetric(
