@@ -80,7 +80,8 @@ def assert_ledger_is_real(caches: skv.AttachedCaches) -> None:
                 storages[storage.data_ptr()] = storage.nbytes()
     assert caches.ledger().resident_bytes == caches.nbytes
     # A layer's counters are one number each; everything else is counted byte by byte.
-    assert caches.nbytes == sum(storages.values())
+    turns = sum(turns.nbytes for turns in caches.turns.values())
+    assert caches.nbytes == sum(storages.values()) + turns
 
 
 def tensors_of(layer: Any) -> list[Tensor]:
