@@ -8,7 +8,13 @@ from types import ModuleType
 import pytest
 import torch
 
-from steadykv.errors import BackendUnavailable, ConfigError, PayloadError, ShapeError
+from steadykv.errors import (
+    BackendUnavailable,
+    ConfigError,
+    NonFiniteError,
+    PayloadError,
+    ShapeError,
+)
 from steadykv.evaluation.metrics import features as module
 from steadykv.evaluation.metrics.features import (
     FEATURES,
@@ -113,6 +119,12 @@ def test_drift_is_one_minus_the_cosine_of_window_means() -> None:
         feature_drift(first, second[:11])
     with pytest.raises(ShapeError, match=r"expected \[\(B,\) T, C\]"):
         feature_drift(first[0])
+    lost = first.clone()
+    lost[5, 7] = torch.nan
+    with pytest.raises(NonFiniteError, match=r"^features hold NaN"):
+        feature_drift(lost, window=4)
+    with pytest.raises(NonFiniteError, match=r"^reference features hold NaN"):
+        feature_drift(first, lost, window=4)
 
 
 def test_a_missing_package_and_wrong_weights_are_named(

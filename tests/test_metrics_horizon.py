@@ -141,6 +141,10 @@ def test_frames_that_cannot_be_measured_are_refused() -> None:
         frame_statistics(torch.zeros(1, 2, 9, 3, dtype=torch.uint8))
     with pytest.raises(NonFiniteError, match="video holds NaN"):
         drift(torch.full((30, 5, 5, 3), math.nan))
+    with pytest.raises(NonFiniteError, match="reference holds NaN"):
+        drift(pictures(12), torch.full((12, 5, 5, 3), math.nan), window=5)
+    with pytest.raises(ShapeError, match="reference has frames of 2 x 9"):
+        drift(pictures(12), torch.zeros(12, 2, 9, 3, dtype=torch.uint8), window=5)
     with pytest.raises(ShapeError, match="cut the longer one"):
         drift(pictures(12), pictures(10), window=5)
 

@@ -10,8 +10,17 @@ import pytest
 import torch
 
 from steadykv.evaluation.metrics import flicker_error, psnr, ssim_by_frame
+from steadykv.evaluation.metrics.flicker import (
+    flicker_index_of,
+    temporal_energy,
+    tlpips_by_step,
+    vbench_flickering,
+)
+from steadykv.evaluation.metrics.flip import flip_by_frame
+from steadykv.evaluation.metrics.flow import warped_error_by_step
 from steadykv.evaluation.metrics.lpips import lpips_by_frame
 from steadykv.evaluation.metrics.ms_ssim import ms_ssim_by_frame
+from steadykv.evaluation.metrics.vmaf import vmaf_by_frame
 from tests.natural import blurred, clip, compressed, dropping, flickering, noisy
 
 FRAMES = 8
@@ -32,7 +41,26 @@ METRICS: dict[str, tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], b
     "MS-SSIM": (lambda a, b: ms_ssim_by_frame(a, b).mean(), False),
     "LPIPS": (lambda a, b: lpips_by_frame(a, b).mean(), True),
     "flicker error": (flicker_error, True),
+    "tLPIPS": (lambda a, b: tlpips_by_step(a, b).mean(), True),
+    "FLIP": (lambda a, b: flip_by_frame(a, b).mean(), True),
+    "VMAF": (lambda a, b: vmaf_by_frame(a, b).mean(), False),
 }
+# Name: one number for a video. They ask how much it changes along time, not what it shows, so that
+# whatever takes detail or motion away makes a video steadier for them.
+ALONG_TIME: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "warped error": lambda a, b: warped_error_by_step(b, a).nanmean(),
+    "flicker index": lambda a, b: flicker_index_of(b),
+    "energy 0.25-0.5": lambda a, b: temporal_energy(b)["0.25-0.5"],
+    "VBench flickering": lambda a, b: 1.0 - vbench_flickering(b),
+}
+# Name: the distortions that make a video steadier for it; all others add flicker.
+CALMING = {
+    "warped error": ("blur", "compression"),
+    "flicker index": ("blur", "compression", "frame drop"),
+    "energy 0.25-0.5": ("blur",),
+    "VBench flickering": ("blur", "compression", "frame drop"),
+}
+NEEDED = {"FLIP": "flip_evaluator", "VMAF": "imageio_ffmpeg", "warped error": "cv2"}
 
 
 @cache
@@ -41,14 +69,33 @@ def distorted(name: str) -> list[torch.Tensor]:
     return [distort(clip()[:FRAMES], strength) for strength in strengths]
 
 
+def needs(metric: str) -> None:
+    if metric in NEEDED:
+        pytest.importorskip(NEEDED[metric], reason=f"optional extra of {metric}")
+
+
 @pytest.mark.parametrize("distortion", DISTORTIONS)
 @pytest.mark.parametrize("metric", METRICS)
 def test_stronger_is_worse(metric: str, distortion: str) -> None:
     measure, more_is_worse = METRICS[metric]
+    needs(metric)
     reference = clip()[:FRAMES]
     # The undistorted video comes first: perfect, so even the weakest distortion counts.
     values = [measure(reference, v).item() for v in (reference, *distorted(distortion))]
     assert values == sorted(set(values), reverse=not more_is_worse), values
+
+
+@pytest.mark.parametrize("distortion", DISTORTIONS)
+@pytest.mark.parametrize("metric", ALONG_TIME)
+def test_what_looks_along_time_is_ordered_too(metric: str, distortion: str) -> None:
+    needs(metric)
+    reference = clip()[:FRAMES]
+    measure = ALONG_TIME[metric]
+    values = [measure(reference, v).item() for v in (reference, *distorted(distortion))]
+    if (metric, distortion) == ("energy 0.25-0.5", "frame drop"):
+        values = values[:-1]  # the third drop adds no fast change to eight frames
+    expected = sorted(set(values), reverse=distortion in CALMING[metric])
+    assert values == expected, values
 
 
 def test_an_even_change_of_brightness_does_not_flicker_and_an_alternating_one_does() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steadykv.errors import ShapeError
+from steadykv.errors import NonFiniteError, ShapeError
 from steadykv.evaluation.metrics import token_shift
 from steadykv.evaluation.metrics.selection import key_logits, shared_keys, top_keys
 
@@ -84,6 +84,14 @@ def test_shared_keys_ignore_order() -> None:
     first = torch.tensor([[0, 1, 2], [5, 6, 7]])
     second = torch.tensor([[2, 0, 9], [1, 2, 3]])
     assert shared_keys(first, second).tolist() == [2, 0]
+
+
+@pytest.mark.parametrize(("place", "name"), list(enumerate(["queries", "reference keys", "keys"])))
+def test_nan_is_refused_by_name(place: int, name: str) -> None:
+    tensors = [torch.ones(1, 4, 3, 8), torch.ones(1, 2, 6, 8), torch.ones(1, 2, 6, 8)]
+    tensors[place][0, 1, 2, 3] = torch.nan
+    with pytest.raises(NonFiniteError, match=rf"^{name} hold NaN"):
+        token_shift(*tensors)
 
 
 def test_shapes_that_do_not_fit_are_refused() -> None:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steadykv.errors import ShapeError
+from steadykv.errors import NonFiniteError, ShapeError
 from steadykv.evaluation.metrics import token_shift
 from steadykv.evaluation.metrics.tensors import (
     attention_errors,
@@ -180,6 +180,30 @@ def test_misshapen_tensors_are_refused(change: dict[int, torch.Tensor], match: s
         attention_errors(*tensors)
     with pytest.raises(ShapeError, match="same tokens"):
         relative_error(torch.zeros(1, 1, 2, 2), torch.zeros(1, 1, 2, 3))
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize(
+    ("place", "name"),
+    list(enumerate(["queries", "keys", "values", "packed_keys", "packed_values"])),
+)
+def test_what_is_not_finite_is_refused_by_name(place: int, name: str, bad: float) -> None:
+    """A NaN among logits would read as no shift and a divergence of 0."""
+    tensors = [tensor.clone() for tensor in sample(1, 2, 2, 9, 20, 16)]
+    tensors[place][0, 1, 3, 5] = bad
+    with pytest.raises(NonFiniteError, match=rf"^{name} hold NaN or inf"):
+        attention_errors(*tensors)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_an_error_that_is_not_finite_is_refused(bad: float) -> None:
+    x = torch.ones(1, 2, 3, 4)
+    y = x.clone()
+    y[0, 1, 2, 3] = bad
+    with pytest.raises(NonFiniteError, match=r"^restored tensors"):
+        relative_error(x, y)
+    with pytest.raises(NonFiniteError, match=r"^original tensors"):
+        sqnr_db(y, x)
 
 
 @pytest.mark.parametrize("block_bytes", [4 * 40 * 3, 16 << 20])

@@ -146,6 +146,32 @@ def test_other_places_and_rollouts_are_said_and_duplicates_named(
     assert '"another machine")' in notes
 
 
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_a_difference_has_to_be_beyond_the_floor_of_every_run(
+    runs: dict[str, Path], tmp_path: Path, order: str
+) -> None:
+    """The run with the louder floor (another machine, say) may come first or last."""
+    louder = tmp_path / "b"
+    shutil.copytree(runs["b"], louder)
+    folders = {"a": runs["a"], "b": louder}
+
+    def verdict() -> tuple[str, str]:
+        (group,) = merge(read_runs([folders[name] for name in order]), "kivi")
+        (qvg,) = [row for row in group.rows if row["method"] == "qvg"]
+        assert [row["method"] for row in group.rows].count("floor") == 1
+        return qvg["paired"]["psnr"]["verdict"], qvg["paired"]["psnr"]["reason"]
+
+    assert verdict() == ("worse", "")
+
+    def raised(records: Any) -> None:
+        for record in records:
+            if record["method"] == "floor":
+                record["mse_by_frame"] = [60000.0 for _ in record["mse_by_frame"]]
+
+    edited(louder, "rollouts.json", raised)
+    assert verdict() == ("not told apart", "both are within the noise floor")
+
+
 def test_what_is_no_run_is_refused_in_one_line(
     runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

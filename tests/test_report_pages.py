@@ -195,8 +195,22 @@ def test_the_table_shows_the_numbers_of_the_rows(report: Report) -> None:
     assert shown["top1_shift",] == f"{100 * kivi['top1_shift']:.1f}"
     for window, value in kivi["psnr_windows"].items():
         assert shown["psnr_windows", window] == f"{value:.1f}"
-    assert lines[0][5] == "same"  # BF16 against itself
+    assert lines[0][5] == "∞"  # BF16 against itself
     assert lines[-1][1:5] == ["–"] * 4  # the floor has no size of its own
+
+
+@pytest.mark.parametrize(
+    ("value", "changed", "shown"),
+    [(100.0, None, "∞"), (100.0, 9, "∞"), (100.0, 8, "≥ 100.0"), (99.96, 7, "≥ 100.0"),
+     (99.9, 7, "99.9")],
+)  # fmt: skip
+def test_only_equal_pictures_have_an_infinite_psnr(
+    report: Report, value: float, changed: int | None, shown: str
+) -> None:
+    """100 dB is where rows stop counting: one pixel off by one grey level in a window is more."""
+    row = {**report.rows[1], "psnr_windows": {"6-8": value}, "first_changed_frame": changed}
+    psnr = next(column for column in measures([row]) if column.is_psnr)
+    assert psnr.shown(row) == shown
 
 
 def test_intervals_and_differences_are_shown(report: Report, page: str) -> None:

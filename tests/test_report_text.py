@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from steadykv.evaluation.protocol import FLOOR
+from steadykv.evaluation.protocol import FLOOR, FLOOR_FP32, FLOORS
 from steadykv.report import text
 
 
 def row(method: str, psnr: float, flicker: float = 0.02, bits: float = 3.0, **more: Any) -> Any:
     keys, _, values = method.partition(":")
-    dense = method == FLOOR
+    dense = method in FLOORS
     return {
         "method": method,
         "keys": "bf16" if dense else keys,
@@ -62,6 +62,48 @@ def test_within_the_noise_floor_is_no_difference() -> None:
     rows = [ORIGINAL, row("quantwm", 50.1), row("qvg", 30.0), row(FLOOR, 50.0, 0.0, 16.0)]
     assert "rounding noise" in text.second_sentence(rows)
     assert "(50.0 dB" in text.about_psnr(rows)
+
+
+def test_one_walk_within_its_noise_floor_ranks_nothing() -> None:
+    """The farther of the two is no farther than BF16 computed otherwise: neither is closer."""
+    near, far = row("quantwm", 45.0), row("qvg", 42.0)
+    sentence = text.second_sentence([ORIGINAL, near, far, row(FLOOR, 40.0)])
+    assert sentence.startswith("This walk does not tell the methods apart")
+    assert "stays closest" not in sentence
+    both = [row(FLOOR, 60.0), row(FLOOR_FP32, 40.0)]
+    assert "does not tell" in text.second_sentence([ORIGINAL, near, far, *both])
+    assert "stays closest" in text.second_sentence([ORIGINAL, near, far, row(FLOOR, 43.0)])
+
+
+@pytest.mark.parametrize(("near", "far"), [(0.01, 0.03), (0.03, 0.01)])
+def test_flicker_is_compared_only_where_it_is_told_apart(near: float, far: float) -> None:
+    def sentence(beaten: list[str], floor: float, **more: Any) -> str:
+        calm = {"better_than": {"psnr": ["qvg"], "flicker_error": beaten}}
+        other = {"better_than": {"psnr": [], "flicker_error": beaten}}
+        rows = [row("quantwm", 40.0, near, **calm, **more), row("qvg", 30.0, far, **other, **more)]
+        return text.second_sentence([*rows, row(FLOOR, 50.0, floor, **more)])
+
+    many = {"n_rollouts": 12, "n_episodes": 12}
+    assert "false flicker" in sentence(["quantwm", "qvg"], 0.001, **many)
+    told_nothing = sentence([], 0.001, **many)
+    assert "strays farthest" in told_nothing
+    assert "flicker" not in told_nothing
+    assert "false flicker" in sentence([], 0.02)  # one walk: beyond the floor or not
+    assert "flicker" not in sentence([], 0.04)
+
+
+def test_the_farthest_is_named_with_those_it_is_not_told_apart_from() -> None:
+    many = {"n_rollouts": 12, "n_episodes": 12}
+    rows = [
+        row("quantwm", 40.0, better_than={"psnr": ["kivi", "qvg"]}, **many),
+        row("kivi", 31.0, better_than={"psnr": []}, **many),
+        row("qvg", 30.0, better_than={"psnr": []}, **many),
+    ]
+    sentence = text.second_sentence(rows)
+    assert "QVG strays farthest from it" in sentence
+    assert sentence.endswith("not told apart from KIVI.")
+    rows[1]["better_than"]["psnr"] = ["qvg"]
+    assert "not told apart" not in text.second_sentence(rows)
 
 
 def test_identical_pictures_have_no_decibels() -> None:

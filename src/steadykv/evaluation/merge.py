@@ -57,8 +57,9 @@ class Group:
     """Runs with the same reference.
 
     rows: as in ``metrics.json``, with ``run`` (label) added and differences and verdicts computed
-    anew over all of them. origin: method of a row -> (run, its name there). notes: what a reader of
-    the table has to know.
+    anew over all of them. origin: method of a row -> (run, its name there). floors: rollouts of
+    noise floors that have no row, since another run's is shown; a difference has to be beyond them
+    too. notes: what a reader of the table has to know.
     """
 
     protocol: dict[str, Any]
@@ -66,6 +67,7 @@ class Group:
     rows: list[Row] = field(default_factory=list)
     records: dict[str, list[RolloutRecord]] = field(default_factory=dict)
     origin: dict[str, tuple[Run, str]] = field(default_factory=dict)
+    floors: dict[str, list[RolloutRecord]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -149,9 +151,10 @@ def _add(group: Group, run: Run) -> None:
                     )
                 continue
             if name in FLOORS:
+                group.floors[f"{name}@run={run.label}"] = run.records[name]
                 group.notes.append(
                     f"The noise floor of {run.label} ({row['psnr']:.2f} dB) is not that of "
-                    f"{other}, which is used for all."
+                    f"{other}, which is shown: a difference has to be beyond both."
                 )
                 continue
             shown = f"{name}{'+' if '@' in name.rpartition(':')[2] else '@'}run={run.label}"
@@ -174,7 +177,12 @@ def _judge(group: Group, against: str | None) -> None:
     """Differences and verdicts over all rows of the group."""
     shared = group.rows[0]["configuration"]
     options = {"confidence": shared["confidence"], "resamples": shared["resamples"]}
-    judge = Judge(group.records, group.windows, **options)
+    judge = Judge(
+        {**group.records, **group.floors},
+        group.windows,
+        floors=(*FLOORS, *group.floors),
+        **options,
+    )
     own = {row["paired"]["against"] for row in group.rows if row["paired"]}
     if against is None and len(own) == 1:
         against = own.pop()

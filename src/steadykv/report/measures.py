@@ -49,7 +49,7 @@ class Measure:
         """The interval of the mean as text, empty where there is none or it says nothing."""
         found = _find(row["intervals"], self.path)
         value = self.value(row)
-        if found is None or value is None or (self.is_psnr and self.show(value) == "same"):
+        if found is None or value is None or self._is_at_ceiling(value):
             return ""
         low, high = (self.show(self.scale * bound) for bound in found)
         return "" if low == high else f"{low}–{high}"
@@ -74,11 +74,26 @@ class Measure:
         found = _find(row["paired"], self.path) or {}
         return str(found.get("verdict", ""))
 
+    def shown(self, row: Row) -> str:
+        """The row's number as text; ∞ for a PSNR of pictures that are the same in every rollout.
+
+        Rows count it as their ceiling, which others only reach, or pass, by hardly differing.
+        """
+        value = self.value(row)
+        if value is None:
+            return "–"
+        if not self._is_at_ceiling(value):
+            return self.show(value)
+        last = int(self.path[-1].rpartition("-")[2])  # of the window's frames
+        changed = row["first_changed_frame"]
+        return "∞" if changed is None or changed > last else f"≥ {self.show(PSNR_CEILING_DB)}"
+
     def show(self, value: float) -> str:
-        """The number as text; PSNR at its ceiling says that the pictures are the same."""
-        if self.is_psnr and value >= PSNR_CEILING_DB - 0.5 * 10**-self.digits:
-            return "same"
+        """A number as text, with this column's decimals."""
         return f"{value:,.{self.digits}f}{self.after}"
+
+    def _is_at_ceiling(self, value: float) -> bool:
+        return self.is_psnr and value >= PSNR_CEILING_DB - 0.5 * 10**-self.digits
 
     def _signed(self, stored: float) -> str:
         return f"{self.scale * stored:+,.{self.digits}f}".replace("-", "−")

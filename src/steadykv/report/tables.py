@@ -75,7 +75,7 @@ def _cell(measure: Measure, row: Row, rows: Sequence[Row]) -> html.Cell:
         return html.Cell("–")
     largest = max(found for found in map(measure.value, rows) if found is not None)
     return html.Cell(
-        measure.show(value),
+        measure.shown(row),
         detail=measure.detail(row),
         is_best=is_best(measure, row, rows),
         bar=value / largest if measure.has_bar and largest else None,

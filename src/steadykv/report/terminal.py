@@ -37,9 +37,9 @@ def result_table(rows: Sequence[Row], width: int) -> Table:
             if value is None or (is_floor and column.is_size):
                 cells.append("–")
             elif is_best(column, row, rows):
-                cells.append(f"[bold green]{column.show(value)}[/bold green]")
+                cells.append(f"[bold green]{column.shown(row)}[/bold green]")
             else:
-                cells.append(column.show(value))
+                cells.append(column.shown(row))
         table.add_row(method_title(row["method"]), *cells, style="dim" if is_floor else None)
     return table
 

@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from steadykv.evaluation.protocol import FEW_EPISODES, FLOOR, FLOOR_FP32
+from steadykv.evaluation.protocol import FEW_EPISODES, FLOOR, FLOOR_FP32, FLOORS
+from steadykv.evaluation.verdict import direction
 
 Row = Mapping[str, Any]
 
@@ -122,37 +123,60 @@ def second_sentence(rows: Sequence[Row]) -> str:
             f"Nothing sets the methods apart: {nearest.format('is nearest the original')}, and "
             f"{method_title(worst['method'])}, the farthest, is within {gap:.1f} dB of it."
         )
-    tied = _not_told_apart(best, ranked[1:])
+    floors = [row for row in rows if row["method"] in FLOORS]
+    tied = [row for row in ranked[1:] if not _is_told(best, row, "psnr", floors)]
     if worst in tied:
+        walks, mean = ("This walk does", "PSNR") if _is_single(best) else ("These walks do", "mean")
         return (
-            "These walks do not tell the methods apart: "
-            f"{nearest.format('has the highest mean')}, and {method_title(worst['method'])} the "
+            f"{walks} not tell the methods apart: "
+            f"{nearest.format(f'has the highest {mean}')}, and {method_title(worst['method'])} the "
             f"lowest ({closeness(worst, floor)}), but their difference may be chance or noise."
         )
     sentence = nearest.format("stays closest to the original")
     if tied:
-        names = listed([method_title(row["method"]) for row in tied])
-        sentence = f"{nearest.format('is nearest the original')}, not told apart from {names}"
+        sentence = nearest.format("is nearest the original")
+        sentence += f", not told apart from {titles(tied)}"
     same_words = describe(best["psnr"]) == describe(worst["psnr"])
     far = f"{worst['psnr']:.1f} dB, likewise" if same_words else closeness(worst, floor)
     sentence += f"; {method_title(worst['method'])} strays farthest from it ({far})"
+    beside = [row for row in ranked[1:-1] if not _is_told(row, worst, "psnr", floors)]
+    if beside:
+        sentence += f", not told apart from {titles(beside)},"
+    sentence += _flicker_clause(best, worst, floors)
+    return sentence.removesuffix(",") + "."
+
+
+def _flicker_clause(best: Row, worst: Row, floors: Sequence[Row]) -> str:
+    """How much more or less false flicker ``worst`` shows; empty where that is not told."""
+    calm, other = sorted((best, worst), key=lambda row: float(row["flicker_error"]))
+    told = _is_told(calm, other, "flicker_error", floors)
     ratio = worst["flicker_error"] / best["flicker_error"] if best["flicker_error"] > 0 else 1.0
-    if ratio >= 1.1:
-        sentence += f" and shows {ratio:.1f} times as much false flicker"
-    elif ratio <= 1 / 1.1:
-        sentence += f", although it shows less false flicker ({ratio:.2f} times as much)"
-    return sentence + "."
+    if told and ratio >= 1.1:
+        return f" and shows {ratio:.1f} times as much false flicker"
+    if told and ratio <= 1 / 1.1:
+        return f", although it shows less false flicker ({ratio:.2f} times as much)"
+    return ""
 
 
-def _not_told_apart(best: Row, others: Sequence[Row]) -> list[Row]:
-    """Those that ``best`` is not better than by the rule of `steadykv.evaluation.verdict`.
+def titles(rows: Sequence[Row]) -> str:
+    """Titles of methods as "a, b and c"."""
+    return listed([method_title(row["method"]) for row in rows])
 
-    None on a single walk: there the sentence describes what is seen and claims nothing beyond.
+
+def _is_single(row: Row) -> bool:
+    return bool(row["n_rollouts"] == 1)
+
+
+def _is_told(better: Row, worse: Row, measure: str, floors: Sequence[Row]) -> bool:
+    """Whether ``better`` may be called so, by the rule of `steadykv.evaluation.verdict`.
+
+    A single walk has no intervals: what is seen there is described, unless the worse of the two is
+    no farther from the original than a floor of the same walk.
     """
-    if max(row["n_rollouts"] for row in (best, *others)) == 1:
-        return []
-    beaten = best.get("better_than", {}).get("psnr", ())
-    return [row for row in others if row["method"] not in beaten]
+    if _is_single(better) and _is_single(worse):
+        sign = direction(measure)
+        return all(sign * worse[measure] < sign * floor[measure] for floor in floors)
+    return worse["method"] in better.get("better_than", {}).get(measure, ())
 
 
 def closeness(row: Row, floor: Row | None) -> str:

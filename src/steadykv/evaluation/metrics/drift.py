@@ -43,10 +43,16 @@ def frame_statistics(video: Frames) -> dict[str, torch.Tensor]:
     Works frame by frame and allocates about 40 bytes per pixel value of one frame of every video.
     Raises ShapeError or NonFiniteError.
     """
-    frames = frame_batch(video, "video")
+    return _statistics(video, "video")
+
+
+def _statistics(video: Frames, name: str) -> dict[str, torch.Tensor]:
+    """`frame_statistics` of the argument ``name`` of whoever asks."""
+    frames = frame_batch(video, name)
     if min(frames.shape[2:4]) < 3:
         raise ShapeError(
-            f"frames are {frames.shape[2]} x {frames.shape[3]} pixels; expected at least 3 x 3"
+            f"{name} has frames of {frames.shape[2]} x {frames.shape[3]} pixels; expected at least "
+            "3 x 3"
         )
     rows: list[torch.Tensor] = []
     luma_weights = torch.tensor(LUMA, device=frames.device)
@@ -76,7 +82,7 @@ def frame_statistics(video: Frames) -> dict[str, torch.Tensor]:
     table = torch.stack(rows, dim=1)  # [B, T, 9]
     if torch.as_tensor(video).dim() == 4:
         table = table[0]
-    return {name: table[..., place] for place, name in enumerate(UNITS)}
+    return {unit: table[..., place] for place, unit in enumerate(UNITS)}
 
 
 @dataclass(frozen=True)
@@ -116,7 +122,7 @@ def drift(
     starts = window_starts(length[-1], start, window, stride)
     others = None
     if reference is not None:
-        others = frame_statistics(reference)
+        others = _statistics(reference, "reference")
         shape = next(iter(others.values())).shape
         if shape != length:
             raise ShapeError(

@@ -17,7 +17,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from steadykv.errors import BackendUnavailable, ConfigError, PayloadError, ShapeError
+from steadykv.errors import (
+    BackendUnavailable,
+    ConfigError,
+    NonFiniteError,
+    PayloadError,
+    ShapeError,
+)
 from steadykv.evaluation.metrics.frames import Frames, frame_batch
 from steadykv.evaluation.metrics.horizon import window_starts
 
@@ -177,7 +183,7 @@ def feature_drift(
     0: the same features; unrelated pictures come to about 0.5. With `reference`, features of equal
     shape, each window is compared with the reference's own window instead: how far two rollouts are
     from each other at that time. `features` are [T, C] or [B, T, C], from features_by_frame.
-    Raises ShapeError or ConfigError.
+    Raises ShapeError, ConfigError, or NonFiniteError for NaN or inf among the features.
     """
     if features.dim() not in (2, 3):
         raise ShapeError(f"features have shape {tuple(features.shape)}; expected [(B,) T, C]")
@@ -186,6 +192,12 @@ def feature_drift(
             f"reference features have shape {tuple(reference.shape)}, features "
             f"{tuple(features.shape)}; expected equal shapes"
         )
+    for name, found in (("features", features), ("reference features", reference)):
+        if found is not None and not bool(torch.isfinite(found).all()):
+            raise NonFiniteError(
+                f"{name} hold NaN or inf (shape {tuple(found.shape)}); expected those of "
+                "features_by_frame, from a network with finite weights"
+            )
     starts = window_starts(features.shape[-2], start, window, stride)
 
     def means(by_frame: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,20 @@ from __future__ import annotations
 
 import torch
 
-from steadykv.errors import ShapeError
+from steadykv.errors import NonFiniteError, ShapeError
+
+
+def check_finite(name: str, x: torch.Tensor) -> None:
+    """Raises NonFiniteError where ``x`` holds NaN or inf: comparisons with NaN would hide it.
+
+    Allocates a byte an element of one head at a time; a synchronisation on CUDA.
+    """
+    for part in x.flatten(0, -3) if x.dim() > 2 else (x,):
+        if not bool(torch.isfinite(part).all()):
+            raise NonFiniteError(
+                f"{name} hold NaN or inf (dtype {x.dtype}, shape {tuple(x.shape)}); expected "
+                "finite numbers: repair the values first"
+            )
 
 
 def key_logits(queries: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -55,7 +68,7 @@ def token_shift(
 
     ``queries`` [B, Hq, Q, D]; ``reference`` and ``keys`` [B, H, N, D] hold the same tokens, the
     latter as a codec gives them back. Both are read as BF16. Results are FP64 scalars, averaged
-    over batch, heads and queries. Raises ShapeError.
+    over batch, heads and queries. Raises ShapeError or NonFiniteError.
     """
     if reference.shape != keys.shape:
         raise ShapeError(
@@ -64,6 +77,8 @@ def token_shift(
         )
     if keys.shape[2] == 0 or queries.shape[2] == 0:
         raise ShapeError("no queries or no keys; expected at least one of each")
+    for name, x in (("queries", queries), ("reference keys", reference), ("keys", keys)):
+        check_finite(name, x)
     before = top_keys(key_logits(queries, reference.bfloat16()), top_k)
     after = top_keys(key_logits(queries, keys.bfloat16()), top_k)
     moved = (before[..., 0] != after[..., 0]).double().mean()

@@ -13,7 +13,7 @@ from itertools import product
 import torch
 
 from steadykv.errors import ShapeError
-from steadykv.evaluation.metrics.selection import shared_keys, top_keys
+from steadykv.evaluation.metrics.selection import check_finite, shared_keys, top_keys
 from steadykv.ops.precision import full_precision
 
 BLOCK_BYTES = 16 << 20
@@ -24,10 +24,15 @@ def relative_error(original: torch.Tensor, restored: torch.Tensor) -> float:
     """||original - restored|| / ||original||, Frobenius norms over everything, summed in FP64.
 
     0 where nothing was lost, inf where an all-zero original was not restored. Allocates FP64 copies
-    of one batch row and head. Raises ShapeError when the shapes differ.
+    of one batch row and head. Raises ShapeError when the shapes differ, NonFiniteError for NaN or
+    inf in either.
     """
     _check_equal("restored", restored, original)
-    return _ratio(*_energies(original, restored))
+    energies = _energies(original, restored)
+    if not all(map(math.isfinite, energies)):  # FP64 sums: finite numbers do not overflow them
+        check_finite("original tensors", original)
+        check_finite("restored tensors", restored)
+    return _ratio(*energies)
 
 
 def sqnr_db(original: torch.Tensor, restored: torch.Tensor) -> float:
@@ -137,7 +142,7 @@ def attention_sums(
     reads key head floor(i * H / Hq). Sums over queries are FP64. Allocates FP32 copies of one head
     of the four tensors, and for one block of its queries four times their logits (`block_bytes`
     each) and a few times their outputs. Raises ShapeError when shapes do not fit, or with no
-    queries or no tokens.
+    queries or no tokens, and NonFiniteError for NaN or inf in any of the five.
     """
     for name, x in (("values", values), ("packed_keys", packed_keys),
                     ("packed_values", packed_values)):  # fmt: skip
@@ -147,6 +152,9 @@ def attention_sums(
             f"queries have shape {tuple(queries.shape)}, keys {tuple(keys.shape)}; expected "
             "[B, Hq, Q, D] and [B, H, S, D] with at least one query and one token"
         )
+    for name, x in (("queries", queries), ("keys", keys), ("values", values),
+                    ("packed_keys", packed_keys), ("packed_values", packed_values)):  # fmt: skip
+        check_finite(name, x)
     batch, query_heads, count, head_dim = queries.shape
     heads, tokens = keys.shape[1:3]
     if (batch, head_dim) != (keys.shape[0], keys.shape[3]) or query_heads % heads:
