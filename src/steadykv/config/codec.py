@@ -155,7 +155,7 @@ class CodecConfig:
     stages: k-means passes, each over what the ones before left.
     centroid_format: "bf16", or "fp8" (E4M3 with an FP16 scale a centroid).
     refinement: bits that each number has beside its code while its span is among the newest
-    (`CachePolicy.refined_spans`); with rank 0 only.
+    (`CachePolicy.refined_spans`); with rank 0 and metadata "int8" only.
     clip_ratio: quarot only; ends of a group's range are taken times this, above 0 and at most 1.
     dim_splits: quarot only; widths that head_dim is cut into before each is rotated alone; empty
     for one.
@@ -262,6 +262,11 @@ class CodecConfig:
             raise ConfigError(
                 f"CodecConfig.{name} is {getattr(self, name)!r} with refinement={self.refinement}: "
                 f"expected {wanted}, because it would serve the unrefined numbers only"
+            )
+        if self.refinement and self.metadata != "int8":
+            raise ConfigError(
+                f"CodecConfig.metadata is {self.metadata!r} with refinement={self.refinement}: "
+                "expected 'int8', because a part of the least FP8 scale would be added to zeros"
             )
         if self.refit and self.centroid_format == "fp8":
             raise ConfigError(
