@@ -29,11 +29,12 @@ def row(method: str, psnr: float, flicker: float = 0.02, bits: float = 3.0, **mo
 
 
 ORIGINAL = row("bf16", 100.0, 0.0, 16.0, identical_rollouts=1)
+NOISE = row(FLOOR, 60.0, 0.001, 16.0)
 
 
 @pytest.mark.parametrize(("best", "worst"), [("quantwm", "qvg"), ("qvg", "quantwm")])
 def test_the_sentence_follows_the_numbers(best: str, worst: str) -> None:
-    rows = [ORIGINAL, row("kivi", 34.0), row(worst, 27.0, 0.03), row(best, 41.0, 0.01)]
+    rows = [ORIGINAL, row("kivi", 34.0), row(worst, 27.0, 0.03), row(best, 41.0, 0.01), NOISE]
     sentence = text.second_sentence(rows)
     first, second = (sentence.index(text.method_title(name)) for name in (best, worst))
     assert first < second
@@ -48,7 +49,8 @@ def test_titles_carry_what_was_changed() -> None:
 
 
 def test_less_flicker_of_the_farthest_is_said_too() -> None:
-    sentence = text.second_sentence([ORIGINAL, row("kivi", 40.0, 0.02), row("qvg", 30.0, 0.01)])
+    rows = [ORIGINAL, row("kivi", 40.0, 0.02), row("qvg", 30.0, 0.01), NOISE]
+    sentence = text.second_sentence(rows)
     assert "less false flicker (0.50 times" in sentence
 
 
@@ -70,6 +72,7 @@ def test_one_walk_within_its_noise_floor_ranks_nothing() -> None:
     sentence = text.second_sentence([ORIGINAL, near, far, row(FLOOR, 40.0)])
     assert sentence.startswith("This walk does not tell the methods apart")
     assert "stays closest" not in sentence
+    assert "does not tell" in text.second_sentence([ORIGINAL, near, far])  # none was measured
     both = [row(FLOOR, 60.0), row(FLOOR_FP32, 40.0)]
     assert "does not tell" in text.second_sentence([ORIGINAL, near, far, *both])
     assert "stays closest" in text.second_sentence([ORIGINAL, near, far, row(FLOOR, 43.0)])

@@ -170,12 +170,13 @@ def _is_single(row: Row) -> bool:
 def _is_told(better: Row, worse: Row, measure: str, floors: Sequence[Row]) -> bool:
     """Whether ``better`` may be called so, by the rule of `steadykv.evaluation.verdict`.
 
-    A single walk has no intervals: what is seen there is described, unless the worse of the two is
-    no farther from the original than a floor of the same walk.
+    A single walk has no intervals: what is seen there is described, but only where floors of the
+    same walk were measured and the worse of the two is farther from the original than each.
     """
     if _is_single(better) and _is_single(worse):
         sign = direction(measure)
-        return all(sign * worse[measure] < sign * floor[measure] for floor in floors)
+        beyond = (sign * worse[measure] < sign * floor[measure] for floor in floors)
+        return bool(floors) and all(beyond)
     return worse["method"] in better.get("better_than", {}).get(measure, ())
 
 
