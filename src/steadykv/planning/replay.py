@@ -97,6 +97,17 @@ class _Store:
         self._count(packed, 1)
         self._newest, self._newest_left = packed, False
 
+    def fade(self, newest: int, shape: Callable[[int], tuple[int, int, int, int]]) -> None:
+        """Drop the refinement of all packed spans but the newest; shape: of so many tokens."""
+        if not self.codec.refinement:
+            return
+        plain = replace(self.codec, refinement=0)
+        packed = [segment for segment in self.segments if segment.size is not None]
+        for segment in packed[: max(0, len(packed) - newest)]:
+            self._count(segment, -1)
+            segment.size = span_size(plain, shape(segment.end - segment.start), False)
+            self._count(segment, 1)
+
     def keep_dense(self, start: int, end: int) -> None:
         """What packing would not make smaller stays as it is."""
         low, high = self._within(start, end)
@@ -212,7 +223,11 @@ class Replay:
         start, end = group[0].start, group[-1].end
         compensated = self.stats.can_compensate(group[0].group)
         geometry, most = self.geometry, 0
-        shape = (geometry.batch, geometry.heads, end - start, geometry.head_dim)
+
+        def shape_of(tokens: int) -> tuple[int, int, int, int]:
+            return geometry.batch, geometry.heads, tokens, geometry.head_dim
+
+        shape = shape_of(end - start)
         for store in self.stores:
             if store.codec.is_dense:
                 continue
@@ -224,6 +239,7 @@ class Replay:
             work = max(joined, size.encode + sum(size.parts.values()))
             most = max(most, self._moment().resident + work - before)
             store.pack(start, end, size)
+            store.fade(self.config.policy.refined_spans, shape_of)
             self._has_encoded = True
         self.progress.packed(group)
         return most
