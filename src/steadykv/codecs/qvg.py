@@ -62,7 +62,8 @@ class QVGCodec(Codec):
         """See `Codec.has_kernels`."""
         config = self.config
         has_options = config.refit or config.reseed_empty or config.scale_search
-        return config.stages == 1 and config.centroid_format == "bf16" and not has_options
+        is_plain = config.centroid_format == "bf16" and not config.refinement
+        return config.stages == 1 and is_plain and not has_options
 
     @property
     def grid(self) -> str:
