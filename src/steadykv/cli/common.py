@@ -186,17 +186,6 @@ def claimed(folder: Path | None, *, exists: bool = False) -> Iterator[None]:
                 remove_if_empty(folder.parent)
 
 
-def new_file(path: Path, option: str) -> Path:
-    """A file that does not exist yet in a folder that does. Raises ConfigError."""
-    if path.exists():
-        raise ConfigError(f"{option}: got {path}, which exists; choose a new file name")
-    if not path.parent.is_dir():
-        raise ConfigError(
-            f"{option}: got {path}, but {path.parent} is no folder; make it, or choose another"
-        )
-    return path
-
-
 def remove_if_empty(folder: Path) -> None:
     """Leave no empty result folder behind."""
     if folder.is_dir() and not any(folder.iterdir()):
