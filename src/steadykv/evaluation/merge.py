@@ -16,7 +16,21 @@ from steadykv.errors import ConfigError, PayloadError
 from steadykv.evaluation.aggregate import RolloutRecord, paired_difference
 from steadykv.evaluation.merge_kinds import labelled
 from steadykv.evaluation.protocol import FLOORS, FrameWindow
-from steadykv.evaluation.results import ROLLOUTS_FILE, Row, read_metrics
+from steadykv.evaluation.result_checks import (
+    check_curves,
+    check_records,
+    check_shift,
+    shown_as_one_line,
+)
+from steadykv.evaluation.results import (
+    METRICS_FILE,
+    ROLLOUTS_FILE,
+    SCHEMA_VERSION,
+    SHIFT_FILE,
+    Row,
+    read_json,
+    read_metrics,
+)
 from steadykv.evaluation.resume import read_records
 from steadykv.evaluation.verdict import Judge
 
@@ -94,7 +108,16 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
                 f"{folder}: rows and rollouts do not belong together; expected a folder as compare "
                 "or demo left it"
             )
-        runs.append(Run(label, folder, rows, records))
+        run = Run(label, folder, rows, records)
+        with shown_as_one_line(str(folder / METRICS_FILE)):
+            frames = check_curves(rows, str(folder / METRICS_FILE))
+            _ = run.protocol, Group(run.protocol).windows
+        check_records([r for found in records.values() for r in found],
+                      str(folder / ROLLOUTS_FILE), frames)  # fmt: skip
+        shift = folder / SHIFT_FILE
+        if shift.is_file():
+            check_shift(read_json(shift), str(shift), SCHEMA_VERSION, frames)
+        runs.append(run)
     return runs
 
 

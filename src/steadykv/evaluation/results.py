@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -173,15 +174,37 @@ def read_metrics(path: str | Path) -> list[Row]:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON in a file. Raises PayloadError for what cannot be read or is none."""
+    """The JSON in a file. Raises PayloadError for what cannot be read or is none.
+
+    Strict JSON: a number that is not finite is refused with its place in the file.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PayloadError(
             f"could not read {path}: {error.strerror}; expected what compare wrote"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PayloadError(f"{path} is no JSON: {error}; expected what compare wrote") from error
+    wrong = _not_finite(found)
+    if wrong is not None:
+        raise PayloadError(f"{path}: {wrong}; expected a finite number, as strict JSON has")
+    return found
+
+
+def _not_finite(value: Any, name: str = "") -> str | None:
+    """The first number that is not finite, as "[1] (qvg).psnr is nan"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{name or 'the file'} is {value}"
+    parts: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, dict):
+        method = value.get("method")
+        label = f" ({method})" if isinstance(method, str) and name.endswith("]") else ""
+        dot = "." if name else ""
+        parts = ((f"{name}{label}{dot}{key}", part) for key, part in value.items())
+    elif isinstance(value, list):
+        parts = ((f"{name}[{index}]", part) for index, part in enumerate(value))
+    return next((found for n, part in parts if (found := _not_finite(part, n))), None)
 
 
 def flatten(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from steadykv.errors import ConfigError, PayloadError
 from steadykv.evaluation.aggregate import RolloutRecord
+from steadykv.evaluation.result_checks import check_records
 from steadykv.evaluation.results import ROLLOUTS_FILE, SHIFT_FILE, as_read, read_json, write_json
 from steadykv.evaluation.rollouts import BatchCost
 
@@ -139,12 +140,16 @@ def read_records(path: Path) -> list[RolloutRecord]:
         for entry in found:
             values: dict[str, Any] = {name: entry[name] for name in names}
             values |= {name: tuple(v) for name, v in values.items() if isinstance(v, list)}
+            for name, kind in (("method", str), ("episode", str), ("seed", int)):
+                if not isinstance(values[name], kind):
+                    raise TypeError(f"{name} is {values[name]!r}")
             records.append(RolloutRecord(**values))
     except (KeyError, TypeError) as error:
         raise PayloadError(
             f"{path} is no list of rollouts ({type(error).__name__}: {error}); expected what "
             "compare wrote"
         ) from error
+    check_records(records, str(path))
     return records
 
 
