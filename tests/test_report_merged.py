@@ -143,8 +143,39 @@ def test_other_places_and_rollouts_are_said_and_duplicates_named(
     assert method_title("kivi@run=b") == "KIVI run=b"
     notes = " ".join(group.notes)
     assert "kivi is in a and b with other rollouts: the latter is kivi@run=b." in notes
-    assert "differ in device_name (a: " in notes
-    assert '"another machine")' in notes
+    assert "differ in the device (a: " in notes
+    assert "b: another machine)" in notes
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_runs_that_differ_in_the_shift_alone_share_their_rows(
+    runs: dict[str, Path], tmp_path: Path, order: str
+) -> None:
+    """As one with the token shift and one made with --no-shift."""
+    measured = tmp_path / "b"
+    shutil.copytree(runs["b"], measured)
+    shares = {"bf16": 0.0, "kivi": 0.25}
+
+    def with_shift(entries: Any) -> None:
+        for entry in entries:
+            entry["top1_shift"] = entry["top5_shift"] = shares.get(entry["method"])
+            if "configuration" in entry:
+                entry["configuration"]["shift"] = {"query_stride": 13, "moving": None}
+
+    for name in ("metrics.json", "rollouts.json"):
+        edited(measured, name, with_shift)
+    folders = {"a": runs["a"], "b": measured}
+    (group,) = merge(read_runs([folders[name] for name in order]))
+    assert sorted(group.records) == ["bf16", "floor", "kivi", "qvg"]
+    found = {row["method"]: (row["run"], row["top1_shift"]) for row in group.rows}
+    assert (found["bf16"], found["kivi"]) == (("b", 0.0), ("b", 0.25))
+    assert group.origin["kivi"][0].label == "b"
+    notes = " ".join(group.notes)
+    assert "other rollouts" not in notes
+    assert "a: not measured" in notes
+    assert "b: query stride 13" in notes
+    assert "differ in how the token shift was sampled (" in notes
+    assert "{" not in notes
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])

@@ -19,7 +19,16 @@ from steadykv.evaluation.measure_checks import check_measurement
 from steadykv.evaluation.result_checks import check_object, expect
 from steadykv.evaluation.results import METRICS_FILE, SCHEMA_VERSION, read_json
 
-__all__ = ["COMPARISON", "KindGroup", "KindRun", "common_kind", "group_runs", "labelled"]
+__all__ = [
+    "COMPARISON",
+    "SAID_ENVIRONMENT",
+    "KindGroup",
+    "KindRun",
+    "common_kind",
+    "group_runs",
+    "labelled",
+    "said",
+]
 
 COMPARISON = "comparison"
 FILES = {
@@ -220,15 +229,25 @@ def _bench_rows(run: KindRun, group: KindGroup) -> list[dict[str, Any]]:
 
 
 ROWS = {"measure": _measure_rows, "tensors": _tensor_rows, "bench": _bench_rows}
-SAID = ("steadykv", "commit", "torch", "device_name")
+SAID_ENVIRONMENT = {
+    "steadykv": "the version of steadykv",
+    "commit": "the commit",
+    "torch": "the version of torch",
+    "device_name": "the device",
+}
 
 
 def _differing(group: KindGroup) -> list[str]:
     """A sentence for every part of the environment in which the runs differ."""
     found = []
-    for name in SAID:
-        by_run = {run.label: run.data["environment"].get(name) for run in group.runs}
+    for name, title in SAID_ENVIRONMENT.items():
+        by_run = {run.label: said(run.data["environment"].get(name)) for run in group.runs}
         if len(set(by_run.values())) > 1:
             listed = "; ".join(f"{label}: {value}" for label, value in by_run.items())
-            found.append(f"The runs differ in {name} ({listed}).")
+            found.append(f"The runs differ in {title} ({listed}).")
     return found
+
+
+def said(value: Any) -> str:
+    """A value of a run in a note; "unknown" for what it did not record."""
+    return "unknown" if value is None else str(value)
