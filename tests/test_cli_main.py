@@ -78,6 +78,8 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
         (["compare", "--values", "kivi"], "--values: got 'kivi'", "add --keys"),
         (["demo", "--keys", "qvg", "--values", "nope"], "'nope'", "quantwm"),
         (["compare", "--seeds", "0"], "'0'", "greater than or equal to 1"),
+        (["compare", "--methods", "qvg", "floor"], "--methods: got 'floor'", "option of its own"),
+        (["measure", "a", "b", "--device", "cpu:9"], "--device: got 'cpu:9'", "use --device cpu"),
         (["compare", "--seeds", "9" * 20], "99'", "less than or equal to 10000"),
         (["ablate", "policy", "--seeds", "1000000000"], "00'", "less than or equal to 10000"),
         (["compare", "--episodes", "1000000000", "--first-walk", "1"], "00'", "equal to 100000"),

@@ -175,7 +175,7 @@ def _show(folder: Path, groups: Sequence[Group], differing: Sequence[str]) -> No
         differences = difference_table(group.rows)
         if differences is not None:
             console.print(differences)
-        for note in [*group.notes, *hints(group.rows)]:
+        for note in [*group.notes, *hints(group.rows, " of the report")]:
             console.print(note, style="yellow", highlight=False)
     console.print()
     path = (folder / REPORT_FILE).resolve()

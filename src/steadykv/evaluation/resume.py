@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -81,14 +81,14 @@ class Progress:
                     f"{path} has version {found['version']}; expected {PROGRESS_VERSION}: go on "
                     "with the release that wrote it"
                 )
-            batches = [(b["method"], b["first"], BatchCost(**b["cost"])) for b in found["batches"]]
+            batches = [(b["method"], b["first"], _cost(b["cost"])) for b in found["batches"]]
             return cls(
                 found["plan"], found["environment"], found["arguments"], found["run"], batches
             )
         except (KeyError, TypeError) as error:
+            wrong = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise PayloadError(
-                f"{path} is no progress of a comparison ({type(error).__name__}: {error}); start "
-                "a new run"
+                f"{path} is no progress of a comparison ({wrong}); start a new run"
             ) from error
 
     def check(self, plan: Mapping[str, Any], environment: Mapping[str, Any], folder: Path) -> None:
@@ -129,6 +129,13 @@ class Progress:
         """What ``token_shift.json`` holds. Raises PayloadError when it is gone."""
         found: dict[str, Any] = read_json(folder / SHIFT_FILE)
         return found
+
+
+def _cost(found: Mapping[str, Any]) -> BatchCost:
+    """Raises KeyError for a part that is missing; parts that a later release adds are ignored."""
+    needed = [entry.name for entry in fields(BatchCost) if entry.default_factory is MISSING]
+    known = {entry.name for entry in fields(BatchCost)} & set(found)
+    return BatchCost(**{name: found[name] for name in [*needed, *(known - set(needed))]})
 
 
 def read_records(path: Path) -> list[RolloutRecord]:
