@@ -254,7 +254,8 @@ def test_keys_and_values_add_a_method(
     shown = capsys.readouterr()
     assert code == 0, shown.err
     assert [row["method"] for row in read_metrics(out)] == ["bf16", "kivi:qvg"]
-    assert "too narrow" in " ".join(shown.out.split())  # two episodes
+    assert "intervals of the report are too narrow" in " ".join(shown.out.split())  # two episodes
+    assert "×1000" in shown.out
     assert "too narrow" in (out / "report.html").read_text()
 
 

@@ -295,3 +295,14 @@ def test_the_button_makes_the_same_dark_as_the_system() -> None:
     )
     assert len(asked) > 15
     assert asked == button
+
+
+def test_windows_that_were_asked_for_are_on_the_page() -> None:
+    data = short_data()
+    page = measure_page.measure_page(data, FIRST, SECOND)
+    assert "By window" not in page
+    window = dict.fromkeys(data["summary"], 0.5) | {"start": 0, "end": 7, "psnr": 29.75}
+    page = measure_page.measure_page(short_data(windows=[window]), FIRST, SECOND)
+    assert "By window" in page
+    assert "0–6" in page
+    assert "29.75" in page

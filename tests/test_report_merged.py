@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -97,7 +98,7 @@ def test_other_references_stand_apart(
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("frames", 9),
+        ("first_packed_frame", 7),
         ("seeds", [1]),
         ("world_sha256", "0"),
         ("key_rope", "pre"),
@@ -142,8 +143,39 @@ def test_other_places_and_rollouts_are_said_and_duplicates_named(
     assert method_title("kivi@run=b") == "KIVI run=b"
     notes = " ".join(group.notes)
     assert "kivi is in a and b with other rollouts: the latter is kivi@run=b." in notes
-    assert "differ in device_name (a: " in notes
-    assert '"another machine")' in notes
+    assert "differ in the device (a: " in notes
+    assert "b: another machine)" in notes
+
+
+@pytest.mark.parametrize("order", ["ab", "ba"])
+def test_runs_that_differ_in_the_shift_alone_share_their_rows(
+    runs: dict[str, Path], tmp_path: Path, order: str
+) -> None:
+    """As one with the token shift and one made with --no-shift."""
+    measured = tmp_path / "b"
+    shutil.copytree(runs["b"], measured)
+    shares = {"bf16": 0.0, "kivi": 0.25}
+
+    def with_shift(entries: Any) -> None:
+        for entry in entries:
+            entry["top1_shift"] = entry["top5_shift"] = shares.get(entry["method"])
+            if "configuration" in entry:
+                entry["configuration"]["shift"] = {"query_stride": 13, "moving": None}
+
+    for name in ("metrics.json", "rollouts.json"):
+        edited(measured, name, with_shift)
+    folders = {"a": runs["a"], "b": measured}
+    (group,) = merge(read_runs([folders[name] for name in order]))
+    assert sorted(group.records) == ["bf16", "floor", "kivi", "qvg"]
+    found = {row["method"]: (row["run"], row["top1_shift"]) for row in group.rows}
+    assert (found["bf16"], found["kivi"]) == (("b", 0.0), ("b", 0.25))
+    assert group.origin["kivi"][0].label == "b"
+    notes = " ".join(group.notes)
+    assert "other rollouts" not in notes
+    assert "a: not measured" in notes
+    assert "b: query stride 13" in notes
+    assert "differ in how the token shift was sampled (" in notes
+    assert "{" not in notes
 
 
 @pytest.mark.parametrize("order", ["ab", "ba"])
@@ -190,3 +222,56 @@ def test_what_is_no_run_is_refused_in_one_line(
         assert said.startswith("steadykv: ")
         assert message in said
         assert not out.exists()
+
+
+def of(records: Any) -> Any:
+    """The record of QVG."""
+    return next(record for record in records if record["method"] == "qvg")
+
+
+EXAMPLE: dict[str, Any] = {
+    "chosen": "the one", "layer": 0, "head": 0, "attention_weight": 0.5,
+    "query": {"token": 0, "frame": 999, "patch_row": 0, "patch_column": 0},
+    "selected": {"bf16": {"token": 0, "frame": 0, "patch_row": 0, "patch_column": 0}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "said"),
+    [
+        ("metrics.json", lambda rows: of(rows).update(psnr_by_frame=[]),
+         r"length of \[\d\] \(qvg\)\.psnr_by_frame is 0; expected 9 numbers"),
+        ("metrics.json", lambda rows: of(rows).update(psnr=float("nan")),
+         r"\[\d\] \(qvg\)\.psnr is nan; expected a finite number"),
+        ("metrics.json", lambda rows: rows[0]["configuration"].pop("cache"), "KeyError: 'cache'"),
+        ("metrics.json", lambda rows: rows[0]["environment"].pop("python"), "KeyError: 'python'"),
+        ("rollouts.json", lambda found: of(found)["mse_by_frame"].pop(),
+         r"length of .*\(qvg, .*, seed 0\)\.ssim_by_frame is 9; expected 8 numbers"),
+        ("rollouts.json", lambda found: of(found)["mse_by_frame"].__setitem__(7, None),
+         r"mse_by_frame\[7\] is None; expected a number from 0 to 65025"),
+        ("rollouts.json", lambda found: of(found)["mse_by_frame"].__setitem__(7, -1.0),
+         r"mse_by_frame\[7\] is -1.0"),
+        ("rollouts.json", lambda found: of(found).update(ssim_by_frame=None), "ssim_by_frame is"),
+        ("rollouts.json", lambda found: of(found).update(top1_shift=2), "top1_shift is 2"),
+        ("token_shift.json", lambda found: None, r"example.query.frame is 999; .* from 0 to 8"),
+        ("token_shift.json", lambda found: found.update(version=2), "has version 2; expected 1"),
+    ],
+)  # fmt: skip
+def test_a_damaged_file_is_named_in_one_line_and_leaves_no_folder(
+    runs: dict[str, Path],
+    tmp_path: Path,
+    name: str,
+    change: Callable[[Any], None],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    torn = tmp_path / "torn"
+    shutil.copytree(runs["b"], torn)
+    if name == "token_shift.json":
+        (torn / name).write_text(json.dumps({"version": 1, "example": EXAMPLE}))
+    edited(torn, name, change)
+    assert main(["report", str(torn), "--out", str(tmp_path / "out")]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.search(rf"^steadykv: {re.escape(str(torn))}.*{said}", line), line
+    assert name in line or "KeyError" in line
+    assert not (tmp_path / "out").exists()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def test_a_damaged_run_gets_one_line(
     runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for name, text in {
-        "tensors.json": '{"file": {}}',
+        "tensors.json": '{"version": 1, "file": {}}',
         "bench.json": "[]",
         "measure.json": "{",
     }.items():
@@ -197,3 +198,51 @@ def test_a_damaged_run_gets_one_line(
         (folder / name).write_text(text)
         assert main(["report", str(folder), "--out", str(tmp_path / "out")]) == 2
         assert name in capsys.readouterr().err.splitlines()[-1]
+
+
+def cut(name: str) -> Callable[[Any], None]:
+    return lambda data: data["by_frame"].update({name: data["by_frame"][name][:4]})
+
+
+@pytest.mark.parametrize(
+    ("run", "change", "said"),
+    [
+        ("m-b", lambda data: data.update(version=2), "has version 2; expected 1"),
+        ("m-b", lambda data: data.update(version="1"), "has version '1'; expected 1"),
+        ("t-1", lambda data: data.update(version=2), "has version 2; expected 1"),
+        ("b-1", lambda data: data.update(version=0), "has version 0; expected 1"),
+        ("m-b", cut("psnr"), "length of by_frame.psnr is 4; expected 12 values"),
+        ("m-b", lambda data: data.update(summary=None), "summary is None; expected an object"),
+        ("m-b", lambda data: data["summary"].update(psnr=99.0), r"summary.psnr is 99.0; .* \d\d"),
+        ("m-b", lambda data: data["summary"].update(ssim=None), "summary.ssim is None"),
+        ("m-d", lambda data: data["summary"].update(psnr=99.0), "expected 'inf'"),
+        ("m-b", lambda data: data["summary"].pop("ssim"), "summary is"),
+        ("m-b", lambda data: data.update(fps=0), "fps is 0"),
+        ("m-b", lambda data: data.update(frames=10**12), "expected 1000000000000 values"),
+        ("m-b", lambda data: data.update(excerpt=3), "excerpt is 3"),
+        ("m-b", lambda data: data["excerpt"].update(frames=99), "expected frames 0 to 11"),
+        ("m-b", lambda data: data["by_frame"].update(flicker_error=["x"] * 11),
+         r"by_frame.flicker_error\[0\] is 'x'"),
+        ("m-b", lambda data: data["tails"]["psnr"].update(worst_frame=12), "worst_frame is 12"),
+        ("t-1", lambda data: data.update(cells=[[]]), r"cells\[0\] is \[\]"),
+        ("t-1", lambda data: data["rows"][0].pop("bits_per_element"), "not what steadykv writes"),
+    ],
+)  # fmt: skip
+def test_a_file_that_contradicts_itself_gets_one_line(
+    runs: Path,
+    tmp_path: Path,
+    run: str,
+    change: Callable[[Any], None],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (name,) = (path.name for path in (runs / run).glob("*.json"))
+    data = json.loads((runs / run / name).read_text())
+    change(data)
+    (tmp_path / run).mkdir()
+    (tmp_path / run / name).write_text(json.dumps(data))
+    assert main(["report", str(tmp_path / run), "--out", str(tmp_path / "out")]) == 2
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert line.startswith(f"steadykv: {tmp_path / run}")
+    assert re.search(said, line), line
+    assert not (tmp_path / "out").exists()

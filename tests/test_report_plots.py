@@ -102,3 +102,13 @@ def test_points_without_an_interval_are_hollow() -> None:
     for point in POINTS:
         assert (point.low is None, f"--s{point.colour}") in found
         assert (point.low is not None, f"--s{point.colour}") not in found
+
+
+def test_a_floor_above_the_ceiling_is_named_and_the_axis_says_so() -> None:
+    """Drawn at 60 dB beside a table that says 67.4, it would be another number."""
+    svg = quality_by_bits(POINTS, 67.4)
+    assert ">noise floor, 67.4 dB<" in svg
+    assert ">60+<" in svg
+    below = quality_by_bits(POINTS, 50.0)
+    assert ">noise floor<" in below
+    assert ">60+<" not in below

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
+from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from steadykv.capture import Selection, open_capture
 from steadykv.cli.values import byte_size, number_list
@@ -17,7 +18,7 @@ from steadykv.report.plots import SERIES_COUNT
 from steadykv.report.shift_figures import by_layer_and_head, shift_drawings, shift_table
 from steadykv.report.tensor_measures import tensor_measures, tensor_table
 from steadykv.report.tensor_page import TensorReport, headline, lead, tensor_page
-from steadykv.report.tensor_plots import LIGHT, LIGHT_SERIES, drawings
+from steadykv.report.tensor_plots import LIGHT, LIGHT_SERIES, PRINT, drawings
 from tests.test_report_pages import Reader
 from tests.worlds import tiny_episodes, tiny_world
 
@@ -178,3 +179,20 @@ def test_sizes(text: str, nbytes: int) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="--max-bytes: got"):
         byte_size(text, "--max-bytes")
+
+
+@pytest.mark.parametrize("name", ["parts", "sides"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_legend_lies_on_nothing(result: TensorResult, name: str, count: int) -> None:
+    """Of few methods the figure is low: a legend above its axes lay on their title."""
+    (drawing,) = [d for d in drawings(result.rows[:count], result.cells) if d.name == name]
+    figure = drawing.draw(PRINT)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    (legend,), (axes,) = figure.legends, figure.axes
+    place, taken = legend.get_window_extent(), axes.get_tightbbox(canvas.get_renderer())
+    assert taken is not None
+    assert not place.overlaps(taken)
+    assert figure.bbox.x0 <= place.x0
+    assert place.x1 <= figure.bbox.x1
+    assert place.y0 >= figure.bbox.y0

@@ -143,18 +143,62 @@ def test_a_full_disk_keeps_what_stood_there(tmp_path: Path) -> None:
         assert [entry["run"] for entry in read_store(path)] == ["r", "later"]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"version": 2}, "line 1 has version 2; expected 1"), ({"kind": 3}, "kind = 3; expected str")],
-)
-def test_other_versions_and_types_are_refused(
-    tmp_path: Path, change: dict[str, Any], message: str
-) -> None:
-    path = append(tmp_path / "runs.jsonl", [lines(1)[0] | change])
-    with pytest.raises(PayloadError, match=message):
+@pytest.mark.parametrize("line", [{"version": 2}, {"version": 2, "row": {}, "kind": "compare"}])
+def test_another_version_is_refused(tmp_path: Path, line: dict[str, Any]) -> None:
+    path = append(tmp_path / "runs.jsonl", [lines(1)[0], line])
+    with pytest.raises(PayloadError, match="line 2 has version 2; expected 1"):
         read_store(path)
     with pytest.raises(PayloadError, match="could not read"):
         read_store(tmp_path / "absent")
+
+
+def edited(**changes: Any) -> bytes:
+    return json.dumps(lines(1)[0] | changes).encode()
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (edited(row=float("nan")), "no whole JSON"),
+        (edited(row={"psnr": float("inf")}), "no whole JSON"),
+        (b"[" * 100_000, "no whole JSON"),
+        (b"[1]", "no whole JSON"),
+        (edited(time=5), "time is of type int, expected str"),
+        (edited(kind=3), "kind is of type int, expected str"),
+        (edited(version=True), "no whole JSON"),
+        (b'{"version": 1, "run": "r"}', "it lacks kind"),
+    ],
+)
+def test_a_damaged_line_loses_no_other(tmp_path: Path, line: bytes, reason: str) -> None:
+    path = append(tmp_path / "runs.jsonl", lines(1, "before"))
+    path.write_bytes(path.read_bytes() + line + b"\n")
+    append(path, lines(1, "after"))
+    with pytest.warns(UserWarning, match=rf"line 2: damaged \({reason}"):
+        assert [entry["run"] for entry in read_store(path)] == ["before", "after"]
+    assert chosen_store(path) == path
+    record_run("demo", [{"a": 1}], command="c", store=path, environment=PLACE, run="after")
+    assert path.read_bytes().count(b"\n") == 3, "the run is there already"
+
+
+def test_what_is_no_regular_file_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    """Reading these never ends, or fails once everything has been measured."""
+    pipe, loop, lost = (tmp_path / name for name in ("pipe", "loop", "lost"))
+    os.mkfifo(pipe)
+    loop.symlink_to(loop)
+    lost.symlink_to(tmp_path / "nowhere" / "runs.jsonl")
+    for path, message in (
+        (pipe, "no regular file"),
+        (Path("/dev/full"), "no regular file"),
+        (loop, "Too many levels of symbolic links"),
+        (lost, "a link to nothing"),
+    ):
+        with pytest.raises(ConfigError, match=rf"--store: got {path}.*{message}"):
+            chosen_store(path)
+    with pytest.raises(PayloadError, match="no regular file"):
+        read_store(pipe)
+    link = tmp_path / "link"
+    link.symlink_to(append(tmp_path / "runs.jsonl", lines(1)))
+    assert chosen_store(link) == link
 
 
 def test_the_shared_store_is_checked_before_a_run(

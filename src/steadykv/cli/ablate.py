@@ -9,11 +9,11 @@ import typer
 from steadykv.cli.common import (
     checked_device,
     checked_methods,
-    new_file,
     new_folder,
     progress_bar,
 )
 from steadykv.cli.compare import BATCH
+from steadykv.cli.new_files import check_distinct, new_file, write_table
 from steadykv.cli.options import (
     Batch,
     Centroids,
@@ -63,6 +63,7 @@ def ablate(
         from steadykv.evaluation.store import chosen_store
 
         shared = chosen_store(store)
+        check_distinct({"--out": folder, "--rows": table, "--store": shared})
         options: dict[str, Any] = {
             "centroids": centroids,
             "max_batch": batch or BATCH[place.type],
@@ -90,7 +91,9 @@ def ablate(
             result = session.run(advance)
             finished.append((session, result))
             all_rows += [{"ablation": name, "group": group.label, **row} for row in result.rows]
-            if table is not None:
+            if table is not None and len(finished) == 1:
+                write_table(table, all_rows, "--rows")
+            elif table is not None:
                 write_csv(table, all_rows)
     if not json:
         print(f"{chosen.question} ({chosen.source})")

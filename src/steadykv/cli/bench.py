@@ -12,10 +12,10 @@ from steadykv.cli.common import (
     checked_device,
     claimed,
     command_text,
-    new_file,
     new_folder,
     progress_bar,
 )
+from steadykv.cli.new_files import check_distinct, new_file, write_new, write_table
 from steadykv.cli.options import METHODS_HELP, Json, Out, Store
 
 BENCH_FILE, REPORT_FILE = "bench.json", "report.html"
@@ -60,10 +60,18 @@ def bench(
         from steadykv.evaluation.bench import METHODS, WORKS, default_size
         from steadykv.evaluation.bench import bench as run
         from steadykv.evaluation.provenance import environment
-        from steadykv.evaluation.results import write_bytes_atomically, write_csv
         from steadykv.evaluation.store import chosen_store, record_run
 
         shared = chosen_store(store)
+        check_distinct(
+            {
+                "--out": folder,
+                "--rows": table,
+                "--plot": picture,
+                "--report": page,
+                "--store": shared,
+            }
+        )
         given = {"heads": heads, "tokens": tokens, "queries": queries, "head_dim": head_dim}
         size = replace(
             default_size(place), **{name: n for name, n in given.items() if n is not None}
@@ -85,13 +93,7 @@ def bench(
                 "environment": environment(place),
                 "rows": found,
             }
-            _write(folder, data, page)
-            if table is not None:
-                write_csv(table, found)
-            if picture is not None:
-                from steadykv.report.bench import drawing
-
-                write_bytes_atomically(picture, drawing(found).png())
+            _write(folder, data)
             record_run(
                 "bench",
                 found,
@@ -101,18 +103,24 @@ def bench(
                 configuration=data["configuration"],
                 environment=data["environment"],
             )
+            if page is not None:
+                write_new(page, (folder / REPORT_FILE).read_bytes(), "--report")
+            if table is not None:
+                write_table(table, found, "--rows")
+            if picture is not None:
+                from steadykv.report.bench import drawing
+
+                write_new(picture, drawing(found).png(), "--plot")
     _show(folder, found, as_json=json)
 
 
-def _write(folder: Path, data: dict[str, Any], page: Path | None) -> None:
+def _write(folder: Path, data: dict[str, Any]) -> None:
     from steadykv.evaluation.results import write_bytes_atomically, write_json
     from steadykv.report.bench_page import bench_page
 
     write_json(folder / BENCH_FILE, data)
-    text = bench_page(data["rows"], data["command"]).encode()
-    for target in (folder / REPORT_FILE, page):
-        if target is not None:
-            write_bytes_atomically(target, text)
+    page = bench_page(data["rows"], data["command"])
+    write_bytes_atomically(folder / REPORT_FILE, page.encode())
 
 
 def _show(folder: Path, rows: list[dict[str, Any]], as_json: bool) -> None:

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from steadykv.cli.common import checked_device, claimed, new_file, new_folder, progress_bar
+from steadykv.cli.common import checked_device, claimed, new_folder, progress_bar
+from steadykv.cli.new_files import new_file
 from steadykv.cli.options import Device, Json
 
 if TYPE_CHECKING:

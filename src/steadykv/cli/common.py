@@ -82,13 +82,19 @@ def checked_methods(
     a calibration for methods that need one.
     """
     from steadykv.config import CachePolicy
-    from steadykv.evaluation.protocol import Protocol
+    from steadykv.evaluation.protocol import FLOORS, Protocol
 
     if (keys is None) != (values is None):
         given, missing = ("--keys", "--values") if values is None else ("--values", "--keys")
         raise ConfigError(
             f"{given}: got {keys or values!r} without {missing}, expected both; add {missing} NAME"
         )
+    for name in FLOORS:
+        if name in methods:
+            raise ConfigError(
+                f"--methods: got {name!r}, expected caches; the noise floor has an option of its "
+                "own, --floor of steadykv compare: leave it away here"
+            )
     names = ["bf16", *(name for name in methods if name != "bf16")]
     if keys is not None and f"{keys}:{values}" not in names:
         names.append(f"{keys}:{values}")
@@ -113,6 +119,8 @@ def checked_device(name: str) -> torch.device:
         device = torch.device("meta")
     if device.type not in ("cpu", "cuda"):
         raise ConfigError(f"--device: got {name!r}, expected cpu, cuda or cuda:N; choose one")
+    if device.type == "cpu" and device.index:  # PyTorch takes any, and there is one
+        raise ConfigError(f"--device: got {name!r}, but there is one CPU; use --device cpu")
     if device.type == "cuda":
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
         if (device.index or 0) >= count:
@@ -184,17 +192,6 @@ def claimed(folder: Path | None, *, exists: bool = False) -> Iterator[None]:
             remove_if_empty(folder)
             if not had_parent:
                 remove_if_empty(folder.parent)
-
-
-def new_file(path: Path, option: str) -> Path:
-    """A file that does not exist yet in a folder that does. Raises ConfigError."""
-    if path.exists():
-        raise ConfigError(f"{option}: got {path}, which exists; choose a new file name")
-    if not path.parent.is_dir():
-        raise ConfigError(
-            f"{option}: got {path}, but {path.parent} is no folder; make it, or choose another"
-        )
-    return path
 
 
 def remove_if_empty(folder: Path) -> None:

@@ -12,10 +12,10 @@ from steadykv.cli.common import (
     checked_device,
     checked_methods,
     expand_lists,
-    new_file,
     new_folder,
     progress_bar,
 )
+from steadykv.cli.new_files import check_distinct, resumed_file, write_table
 from steadykv.cli.options import (
     Batch,
     CalibrationFile,
@@ -127,14 +127,14 @@ def compare(
             calibrated=calibration is not None,
         )
         folder = resume or new_folder(out, "compare")
-        table = None if rows is None else new_file(rows, "--rows")
+        table = None if rows is None else resumed_file(rows, "--rows", resume)
         place = checked_device(device)
         from steadykv.cli.session import Session, network_dtype
         from steadykv.codecs import Calibration
-        from steadykv.evaluation.results import write_csv
         from steadykv.evaluation.store import chosen_store
 
         shared = chosen_store(store)
+        check_distinct({"--out": folder, "--rows": table, "--store": shared})
         options: dict[str, Any] = {
             "centroids": centroids,
             "floor": not no_floor and floor is not Floor.fp32,
@@ -166,5 +166,5 @@ def compare(
         )
         result = session.run(advance)
         if table is not None:
-            write_csv(table, result.rows)
+            write_table(table, result.rows, "--rows")
     session.show(result)

@@ -12,10 +12,10 @@ from steadykv.cli.common import (
     checked_device,
     claimed,
     command_text,
-    new_file,
     new_folder,
     progress_bar,
 )
+from steadykv.cli.new_files import check_distinct, new_file, write_table
 from steadykv.cli.options import Device, Json, Out, Store
 from steadykv.errors import ConfigError
 
@@ -85,12 +85,13 @@ def measure(
         from steadykv.cli.interrupts import raise_on_interrupt
         from steadykv.evaluation.measure import MeasureOptions, measurement_data, stored
         from steadykv.evaluation.measure import measure as run
-        from steadykv.evaluation.results import write_csv, write_json
+        from steadykv.evaluation.results import write_json
         from steadykv.evaluation.store import chosen_store, record_run
         from steadykv.evaluation.video_excerpt import Excerpt, ExcerptOptions
         from steadykv.evaluation.video_pair import PairOptions, VideoPair
 
         shared = chosen_store(store)
+        check_distinct({"--out": folder, "--rows": table, "--store": shared})
         shown = ExcerptOptions(page_start, page_frames, page_width)
         match = "time" if by_time else "index" if by_index else "exact"
         pairing = PairOptions(start, end, match, shortest, resize)
@@ -106,8 +107,6 @@ def measure(
             write_json(folder / MEASURE_FILE, data)
             advance(0, 1, "writing the page")
             _write_page(folder, data, excerpt)
-            if table is not None:
-                write_csv(table, measured.rows())
             row, configuration = stored(data)
             record_run(
                 "measure",
@@ -118,6 +117,8 @@ def measure(
                 configuration=configuration,
                 environment=data["environment"],
             )
+            if table is not None:
+                write_table(table, measured.rows(), "--rows")
     _show(folder, data, as_json=json)
 
 

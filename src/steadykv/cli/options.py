@@ -27,11 +27,13 @@ Keys = Annotated[
     typer.Option(help="With --values: one more cache, these keys with those values (KEYS:VALUES)."),
 ]
 Values = Annotated[str | None, typer.Option(help="With --keys: how that cache packs its values.")]
-WalkCount = Annotated[int, typer.Option(min=1, help="Held-out walks, from the first on.")]
+WalkCount = Annotated[
+    int, typer.Option(min=1, max=100_000, help="Held-out walks, from the first on.")
+]
 FirstWalk = Annotated[
     int, typer.Option(min=0, help="Number of the first walk; those before it stay out.")
 ]
-SeedCount = Annotated[int, typer.Option(min=1, help="Noise seeds a walk.")]
+SeedCount = Annotated[int, typer.Option(min=1, max=10_000, help="Noise seeds a walk.")]
 Batch = Annotated[
     int | None, typer.Option(min=1, help="Rollouts that run together (default: by device).")
 ]

@@ -35,6 +35,7 @@ def report(
         from steadykv.cli.interrupts import raise_on_interrupt
         from steadykv.evaluation.merge import differing_fields, merge, read_runs
         from steadykv.evaluation.merge_kinds import COMPARISON, common_kind
+        from steadykv.evaluation.result_checks import shown_as_one_line
         from steadykv.evaluation.results import write_bytes_atomically, write_csv, write_json
         from steadykv.report.merged import merged_page
 
@@ -45,8 +46,12 @@ def report(
             return
         groups = merge(read_runs(runs), paired)
         raise_on_interrupt()
+        differing = differing_fields(groups)
+        advance(1, 2, "writing the page")
+        with shown_as_one_line(listed(runs)):  # before the folder: what fails leaves none
+            reports = [_report(group, command_text(context.obj)) for group in groups]
+            page = merged_page(reports, [group.notes for group in groups], differing)
         with claimed(folder):
-            differing = differing_fields(groups)
             merged = {
                 "version": 1,
                 "kind": kind,
@@ -58,9 +63,6 @@ def report(
                 folder / TABLE_FILE,
                 [{"group": n, **row} for n, g in enumerate(groups, start=1) for row in g.rows],
             )
-            advance(1, 2, "writing the page")
-            reports = [_report(group, command_text(context.obj)) for group in groups]
-            page = merged_page(reports, [group.notes for group in groups], differing)
             write_bytes_atomically(folder / REPORT_FILE, page.encode())
     if json:
         outcome = {"folder": str(folder), "report": str(folder / REPORT_FILE), **merged}
@@ -76,6 +78,7 @@ def _other_kind(
     from steadykv.cli.interrupts import raise_on_interrupt
     from steadykv.cli.report_kinds import films_of, merged_data, show
     from steadykv.evaluation.merge_kinds import group_runs
+    from steadykv.evaluation.result_checks import shown_as_one_line
     from steadykv.evaluation.results import write_bytes_atomically, write_csv, write_json
     from steadykv.report.merged_kinds import merged_kind_page
 
@@ -86,9 +89,10 @@ def _other_kind(
         )
     groups = group_runs(kind, runs)
     raise_on_interrupt()
-    with claimed(folder):
+    with shown_as_one_line(listed(runs)):
         shown = films_of(groups[0]) if kind == "measure" and len(groups) == 1 else ([], 0)
         page = merged_kind_page(kind, groups, command, *shown)
+    with claimed(folder):
         merged = merged_data(kind, groups)
         write_json(folder / MERGED_FILE, merged)
         rows = [
@@ -101,6 +105,11 @@ def _other_kind(
         print(json_module.dumps(outcome, allow_nan=False))
         return
     show(kind, groups, folder / REPORT_FILE)
+
+
+def listed(runs: Sequence[Path]) -> str:
+    """The folders in one line."""
+    return ", ".join(map(str, runs))
 
 
 def _as_json(groups: Sequence[Group]) -> list[dict[str, object]]:
@@ -166,7 +175,7 @@ def _show(folder: Path, groups: Sequence[Group], differing: Sequence[str]) -> No
         differences = difference_table(group.rows)
         if differences is not None:
             console.print(differences)
-        for note in [*group.notes, *hints(group.rows)]:
+        for note in [*group.notes, *hints(group.rows, " of the report")]:
             console.print(note, style="yellow", highlight=False)
     console.print()
     path = (folder / REPORT_FILE).resolve()

@@ -191,7 +191,7 @@ class Session:
             console.print(differences)
         for sentence in lead(result.rows):
             console.print(sentence, highlight=False)
-        for hint in hints(result.rows):
+        for hint in hints(result.rows, " of the report"):
             console.print(hint, style="yellow", highlight=False)
         console.print()
         console.print(f"report: {report.resolve()}", highlight=False, soft_wrap=True)

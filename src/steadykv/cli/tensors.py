@@ -12,10 +12,10 @@ from steadykv.cli.common import (
     checked_device,
     claimed,
     command_text,
-    new_file,
     new_folder,
     progress_bar,
 )
+from steadykv.cli.new_files import check_distinct, new_file, write_table
 from steadykv.cli.options import METHODS_HELP, CalibrationFile, Device, Json, Out, Store
 
 if TYPE_CHECKING:
@@ -59,7 +59,6 @@ def tensors(
         from steadykv.cli.interrupts import raise_on_interrupt
         from steadykv.codecs import Calibration
         from steadykv.evaluation.attention_parts import PART_LISTS, part_rows
-        from steadykv.evaluation.results import write_csv
         from steadykv.evaluation.store import chosen_store, record_run
         from steadykv.evaluation.tensor_comparison import (
             compare_tensors,
@@ -68,6 +67,8 @@ def tensors(
         )
 
         shared = chosen_store(store)
+        places = {"--out": folder, "--rows": table, "--parts": details, "--store": shared}
+        check_distinct(places)
         opened = open_capture(file)
         fixed = None if calibration is None else Calibration.load(calibration)
         chosen = methods or default_methods(fixed is not None)
@@ -83,12 +84,6 @@ def tensors(
                 on_progress=advance,
             )
             _write(folder, result, command_text(context.obj))
-            if table is not None:
-                lists = set(PART_LISTS)
-                write_csv(table, [{k: v for k, v in cell.items() if k not in lists}
-                                  for cell in result.cells])  # fmt: skip
-            if details is not None:
-                write_csv(details, part_rows(result.cells))
             record_run(
                 "tensors",
                 result.rows,
@@ -98,6 +93,12 @@ def tensors(
                 configuration={"file": result.file, "centroids": centroids},
                 environment=result.environment,
             )
+            if table is not None:
+                lists = set(PART_LISTS)
+                cells = [{k: v for k, v in c.items() if k not in lists} for c in result.cells]
+                write_table(table, cells, "--rows")
+            if details is not None:
+                write_table(details, part_rows(result.cells), "--parts")
     _show(folder, result, as_json=json)
 
 

@@ -6,17 +6,30 @@ noise, frames and windows. Everything else (devices, versions, batch sizes) may 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from steadykv.errors import ConfigError, PayloadError
 from steadykv.evaluation.aggregate import RolloutRecord, paired_difference
-from steadykv.evaluation.merge_kinds import labelled
+from steadykv.evaluation.merge_kinds import SAID_ENVIRONMENT, labelled, said
 from steadykv.evaluation.protocol import FLOORS, FrameWindow
-from steadykv.evaluation.results import ROLLOUTS_FILE, Row, read_metrics
+from steadykv.evaluation.result_checks import (
+    check_curves,
+    check_records,
+    check_shift,
+    shown_as_one_line,
+)
+from steadykv.evaluation.results import (
+    METRICS_FILE,
+    ROLLOUTS_FILE,
+    SCHEMA_VERSION,
+    SHIFT_FILE,
+    Row,
+    read_json,
+    read_metrics,
+)
 from steadykv.evaluation.resume import read_records
 from steadykv.evaluation.verdict import Judge
 
@@ -29,8 +42,12 @@ SAME_FIELDS = (
 )  # fmt: skip
 """Of ``configuration``: they make the reference and the windows, so rows of a table share them."""
 SAME_POLICY = ("window_frames", "sink_frames")
-SAID_FIELDS = ("shift", "max_batch", "confidence", "resamples")
-SAID_ENVIRONMENT = ("steadykv", "commit", "torch", "device_name")
+SAID_FIELDS = {
+    "shift": "how the token shift was sampled",
+    "max_batch": "rollouts a batch",
+    "confidence": "the confidence of their intervals",
+    "resamples": "bootstrap resamples",
+}
 
 
 @dataclass(frozen=True)
@@ -94,7 +111,16 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
                 f"{folder}: rows and rollouts do not belong together; expected a folder as compare "
                 "or demo left it"
             )
-        runs.append(Run(label, folder, rows, records))
+        run = Run(label, folder, rows, records)
+        with shown_as_one_line(str(folder / METRICS_FILE)):
+            frames = check_curves(rows, str(folder / METRICS_FILE))
+            _ = run.protocol, Group(run.protocol).windows
+        check_records([r for found in records.values() for r in found],
+                      str(folder / ROLLOUTS_FILE), frames)  # fmt: skip
+        shift = folder / SHIFT_FILE
+        if shift.is_file():
+            check_shift(read_json(shift), str(shift), SCHEMA_VERSION, frames)
+        runs.append(run)
     return runs
 
 
@@ -149,6 +175,7 @@ def _add(group: Group, run: Run) -> None:
                     group.notes.append(
                         f"{name} is in {other} and {run.label} with the same rollouts: shown once."
                     )
+                _take_shift(group, name, row, run)
                 continue
             if name in FLOORS:
                 group.floors[f"{name}@run={run.label}"] = run.records[name]
@@ -167,10 +194,26 @@ def _add(group: Group, run: Run) -> None:
 
 
 def _same(group: Group, name: str, row: Row, run: Run) -> bool:
-    """Whether a method of two runs is the same cache with the same rollouts."""
+    """Whether a method of two runs is the same cache with the same rollouts.
+
+    The token shift is measured beside the rollouts, by sampling: it takes no part.
+    """
     (shown,) = [found for found in group.rows if found["method"] == name]
     caches = [found["configuration"]["cache"] for found in (shown, row)]
-    return bool(caches[0] == caches[1] and group.records[name] == run.records[name])
+    videos = [
+        [replace(record, top1_shift=None, top5_shift=None) for record in records]
+        for records in (group.records[name], run.records[name])
+    ]
+    return bool(caches[0] == caches[1] and videos[0] == videos[1])
+
+
+def _take_shift(group: Group, name: str, row: Row, run: Run) -> None:
+    """Show ``row`` instead of the same method's earlier row if only it has a token shift."""
+    (place,) = [n for n, found in enumerate(group.rows) if found["method"] == name]
+    if group.rows[place]["top1_shift"] is None and row["top1_shift"] is not None:
+        group.rows[place] = {**row, "run": run.label}
+        group.records[name] = run.records[name]
+        group.origin[name] = (run, name)
 
 
 def _judge(group: Group, against: str | None) -> None:
@@ -200,12 +243,22 @@ def _judge(group: Group, against: str | None) -> None:
 def _differing(group: Group) -> list[str]:
     """A sentence for everything in which the runs of a group differ."""
     found = []
-    for name in (*SAID_FIELDS, *SAID_ENVIRONMENT):
-        part = "configuration" if name in SAID_FIELDS else "environment"
-        by_run: Mapping[str, str] = {
-            run.label: json.dumps(run.rows[0][part].get(name)) for run in group.runs
-        }
-        if len(set(by_run.values())) > 1:
-            listed = "; ".join(f"{label}: {value}" for label, value in by_run.items())
-            found.append(f"The runs differ in {name} ({listed}).")
+    for part, names in (("configuration", SAID_FIELDS), ("environment", SAID_ENVIRONMENT)):
+        for name, title in names.items():
+            values = {run.label: run.rows[0][part].get(name) for run in group.runs}
+            by_run = {
+                label: _sampling(value) if name == "shift" else said(value)
+                for label, value in values.items()
+            }
+            if len(set(by_run.values())) > 1:
+                listed = "; ".join(f"{label}: {value}" for label, value in by_run.items())
+                found.append(f"The runs differ in {title} ({listed}).")
     return found
+
+
+def _sampling(options: Mapping[str, Any] | None) -> str:
+    """`ShiftOptions` in words."""
+    if options is None:
+        return "not measured"
+    given = {name: value for name, value in options.items() if value is not None}
+    return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in given.items())

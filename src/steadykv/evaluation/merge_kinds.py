@@ -15,9 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from steadykv.errors import ConfigError, PayloadError
-from steadykv.evaluation.results import METRICS_FILE, read_json
+from steadykv.evaluation.measure_checks import check_measurement
+from steadykv.evaluation.result_checks import check_object, expect
+from steadykv.evaluation.results import METRICS_FILE, SCHEMA_VERSION, read_json
 
-__all__ = ["COMPARISON", "KindGroup", "KindRun", "common_kind", "group_runs", "labelled"]
+__all__ = [
+    "COMPARISON",
+    "SAID_ENVIRONMENT",
+    "KindGroup",
+    "KindRun",
+    "common_kind",
+    "group_runs",
+    "labelled",
+    "said",
+]
 
 COMPARISON = "comparison"
 FILES = {
@@ -26,6 +37,7 @@ FILES = {
     "tensors": "tensors.json",
     "bench": "bench.json",
 }
+BENCH_VERSION = 1
 MACHINE = "machine"  # the method of a benchmark's rows about the machine itself
 
 
@@ -96,6 +108,7 @@ def group_runs(kind: str, folders: Sequence[Path]) -> list[KindGroup]:
     for label, folder in labelled(folders):
         path = folder / FILES[kind]
         data = read_json(path)
+        CHECKS[kind](data, str(path))
         try:
             same = json.loads(json.dumps(SAME[kind](data)))
             run = KindRun(label, folder, data)
@@ -105,13 +118,46 @@ def group_runs(kind: str, folders: Sequence[Path]) -> list[KindGroup]:
                 groups.append(group)
             group.runs.append(run)
             group.rows += ROWS[kind](run, group)
-        except (KeyError, TypeError, IndexError) as error:
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise PayloadError(
                 f"{path} is not what {kind} writes ({type(error).__name__}: {error}); measure again"
             ) from error
     for group in groups:
         group.notes += _differing(group)
     return groups
+
+
+def _check_measurement(data: Any, source: str) -> None:
+    from steadykv.evaluation.measure import MEASURE_VERSION
+
+    check_measurement(data, source, MEASURE_VERSION)
+
+
+def _check_tensors(data: Any, source: str) -> None:
+    check_object(data, source, SCHEMA_VERSION)
+    for name, kind in (("file", dict), ("environment", dict), ("notes", list)):
+        expect(isinstance(data.get(name), kind), source, name, data.get(name), f"a {kind.__name__}")
+    _check_list_of_rows(data, source, "rows", least=1)
+    _check_list_of_rows(data, source, "cells", least=0)
+
+
+def _check_times(data: Any, source: str) -> None:
+    check_object(data, source, BENCH_VERSION)
+    expect(isinstance(data.get("environment"), dict), source, "environment",
+           data.get("environment"), "a dict")  # fmt: skip
+    _check_list_of_rows(data, source, "rows", least=1)
+
+
+def _check_list_of_rows(data: Mapping[str, Any], source: str, name: str, least: int) -> None:
+    rows = data.get(name)
+    fits = isinstance(rows, list) and len(rows) >= least
+    expect(fits, source, name, rows, f"a list of {least} or more")
+    for index, row in enumerate(rows or ()):
+        fits = isinstance(row, dict) and isinstance(row.get("method"), str)
+        expect(fits, source, f"{name}[{index}]", row, "an object with a method")
+
+
+CHECKS = {"measure": _check_measurement, "tensors": _check_tensors, "bench": _check_times}
 
 
 def _measured(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,15 +229,25 @@ def _bench_rows(run: KindRun, group: KindGroup) -> list[dict[str, Any]]:
 
 
 ROWS = {"measure": _measure_rows, "tensors": _tensor_rows, "bench": _bench_rows}
-SAID = ("steadykv", "commit", "torch", "device_name")
+SAID_ENVIRONMENT = {
+    "steadykv": "the version of steadykv",
+    "commit": "the commit",
+    "torch": "the version of torch",
+    "device_name": "the device",
+}
 
 
 def _differing(group: KindGroup) -> list[str]:
     """A sentence for every part of the environment in which the runs differ."""
     found = []
-    for name in SAID:
-        by_run = {run.label: run.data["environment"].get(name) for run in group.runs}
+    for name, title in SAID_ENVIRONMENT.items():
+        by_run = {run.label: said(run.data["environment"].get(name)) for run in group.runs}
         if len(set(by_run.values())) > 1:
             listed = "; ".join(f"{label}: {value}" for label, value in by_run.items())
-            found.append(f"The runs differ in {name} ({listed}).")
+            found.append(f"The runs differ in {title} ({listed}).")
     return found
+
+
+def said(value: Any) -> str:
+    """A value of a run in a note; "unknown" for what it did not record."""
+    return "unknown" if value is None else str(value)

@@ -64,9 +64,10 @@ def first_packed_frame(policy: CachePolicy, chunk_frames: int) -> int:
         waiting.extend(piece for piece in pieces if not piece.kept_dense)
         if spans.ready(waiting, chunk):
             return end
+    names = ("span_chunks", "sink_keep", "recent_keep")
+    given = ", ".join(f"{name} {getattr(policy, name)}" for name in names)
     raise ConfigError(
-        f"{policy} packs nothing within 10,000 chunks; "
-        "expected a smaller span_chunks, sink_keep or recent_keep"
+        f"{given}: nothing is packed within 10,000 chunks; expected a smaller number of one of them"
     )
 
 

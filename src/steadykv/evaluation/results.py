@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import os
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
@@ -59,12 +60,13 @@ REQUIRED_FIELDS: dict[str, tuple[type, ...]] = {
 """Fields of a row and the JSON types they may have. Readers ignore fields they do not know."""
 
 
-def write_bytes_atomically(path: str | Path, data: bytes) -> Path:
+def write_bytes_atomically(path: str | Path, data: bytes, *, new: bool = False) -> Path:
     """Write ``data`` to ``path`` so that the name only ever holds a complete file.
 
     The bytes go to a temporary file of the same folder, are flushed to the disk and renamed. On any
     failure, Ctrl-C included, the temporary file is removed and what stood under the name stays.
-    Raises SteadyKVError when the system refuses (disk full, no permission, not a folder).
+    Raises SteadyKVError when the system refuses (disk full, no permission, not a folder) and, with
+    ``new``, FileExistsError where the name is taken, however late somebody took it.
     """
     target = Path(path)
     temporary: str | None = None
@@ -78,8 +80,11 @@ def write_bytes_atomically(path: str | Path, data: bytes) -> Path:
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(temporary, 0o666 & ~umask)
-        os.replace(temporary, target)
-        temporary = None
+        if not new or not _linked(temporary, target):
+            os.replace(temporary, target)
+            temporary = None
+    except FileExistsError:
+        raise
     except OSError as error:
         raise SteadyKVError(
             f"could not write {target} ({len(data):,} bytes): {error.strerror or error}; "
@@ -89,6 +94,22 @@ def write_bytes_atomically(path: str | Path, data: bytes) -> Path:
         if temporary is not None:
             Path(temporary).unlink(missing_ok=True)
     return target
+
+
+def _linked(source: str, target: Path) -> bool:
+    """Give ``source`` the new name ``target`` as well, which is made whole and only if it is new.
+
+    False, with the name held by an empty file, on a file system without hard links. Raises
+    FileExistsError.
+    """
+    try:
+        os.link(source, target)
+        return True
+    except FileExistsError:
+        raise
+    except OSError:
+        os.close(os.open(target, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+        return False
 
 
 def to_json(value: Any) -> str:
@@ -153,15 +174,37 @@ def read_metrics(path: str | Path) -> list[Row]:
 
 
 def read_json(path: Path) -> Any:
-    """The JSON in a file. Raises PayloadError for what cannot be read or is none."""
+    """The JSON in a file. Raises PayloadError for what cannot be read or is none.
+
+    Strict JSON: a number that is not finite is refused with its place in the file.
+    """
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise PayloadError(
             f"could not read {path}: {error.strerror}; expected what compare wrote"
         ) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PayloadError(f"{path} is no JSON: {error}; expected what compare wrote") from error
+    wrong = _not_finite(found)
+    if wrong is not None:
+        raise PayloadError(f"{path}: {wrong}; expected a finite number, as strict JSON has")
+    return found
+
+
+def _not_finite(value: Any, name: str = "") -> str | None:
+    """The first number that is not finite, as "[1] (qvg).psnr is nan"."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return f"{name or 'the file'} is {value}"
+    parts: Iterable[tuple[str, Any]] = ()
+    if isinstance(value, dict):
+        method = value.get("method")
+        label = f" ({method})" if isinstance(method, str) and name.endswith("]") else ""
+        dot = "." if name else ""
+        parts = ((f"{name}{label}{dot}{key}", part) for key, part in value.items())
+    elif isinstance(value, list):
+        parts = ((f"{name}[{index}]", part) for index, part in enumerate(value))
+    return next((found for n, part in parts if (found := _not_finite(part, n))), None)
 
 
 def flatten(row: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -188,7 +231,12 @@ def _is_bounds(value: list[Any]) -> bool:
 
 
 def write_csv(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:
-    """Write rows as CSV with one column per (dotted) field of any of them, atomically.
+    """Write rows as ``csv_bytes`` makes them, atomically."""
+    return write_bytes_atomically(path, csv_bytes(rows))
+
+
+def csv_bytes(rows: Iterable[Mapping[str, Any]]) -> bytes:
+    """Rows as CSV with one column per (dotted) field of any of them.
 
     Floats are written with Python's shortest exact form; null is an empty cell.
     """
@@ -198,4 +246,4 @@ def write_csv(path: str | Path, rows: Iterable[Mapping[str, Any]]) -> Path:
     writer = csv.DictWriter(buffer, columns, lineterminator="\n", restval="")
     writer.writeheader()
     writer.writerows(flat)
-    return write_bytes_atomically(path, buffer.getvalue().encode())
+    return buffer.getvalue().encode()

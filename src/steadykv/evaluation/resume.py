@@ -11,13 +11,14 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from steadykv.errors import ConfigError, PayloadError
 from steadykv.evaluation.aggregate import RolloutRecord
+from steadykv.evaluation.result_checks import check_records
 from steadykv.evaluation.results import ROLLOUTS_FILE, SHIFT_FILE, as_read, read_json, write_json
 from steadykv.evaluation.rollouts import BatchCost
 
@@ -80,14 +81,14 @@ class Progress:
                     f"{path} has version {found['version']}; expected {PROGRESS_VERSION}: go on "
                     "with the release that wrote it"
                 )
-            batches = [(b["method"], b["first"], BatchCost(**b["cost"])) for b in found["batches"]]
+            batches = [(b["method"], b["first"], _cost(b["cost"])) for b in found["batches"]]
             return cls(
                 found["plan"], found["environment"], found["arguments"], found["run"], batches
             )
         except (KeyError, TypeError) as error:
+            wrong = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
             raise PayloadError(
-                f"{path} is no progress of a comparison ({type(error).__name__}: {error}); start "
-                "a new run"
+                f"{path} is no progress of a comparison ({wrong}); start a new run"
             ) from error
 
     def check(self, plan: Mapping[str, Any], environment: Mapping[str, Any], folder: Path) -> None:
@@ -130,6 +131,13 @@ class Progress:
         return found
 
 
+def _cost(found: Mapping[str, Any]) -> BatchCost:
+    """Raises KeyError for a part that is missing; parts that a later release adds are ignored."""
+    needed = [entry.name for entry in fields(BatchCost) if entry.default_factory is MISSING]
+    known = {entry.name for entry in fields(BatchCost)} & set(found)
+    return BatchCost(**{name: found[name] for name in [*needed, *(known - set(needed))]})
+
+
 def read_records(path: Path) -> list[RolloutRecord]:
     """The rollouts of a ``rollouts.json``; unknown fields are ignored. Raises PayloadError."""
     found = read_json(path)
@@ -139,12 +147,16 @@ def read_records(path: Path) -> list[RolloutRecord]:
         for entry in found:
             values: dict[str, Any] = {name: entry[name] for name in names}
             values |= {name: tuple(v) for name, v in values.items() if isinstance(v, list)}
+            for name, kind in (("method", str), ("episode", str), ("seed", int)):
+                if not isinstance(values[name], kind):
+                    raise TypeError(f"{name} is {values[name]!r}")
             records.append(RolloutRecord(**values))
     except (KeyError, TypeError) as error:
         raise PayloadError(
             f"{path} is no list of rollouts ({type(error).__name__}: {error}); expected what "
             "compare wrote"
         ) from error
+    check_records(records, str(path))
     return records
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 import warnings
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -52,8 +53,9 @@ REQUIRED_FIELDS: dict[str, type] = {
 def chosen_store(option: Path | None) -> Path | None:
     """The shared store: ``option``, else what STEADYKV_STORE names, else None.
 
-    Checked before a run begins: raises ConfigError for a place where no store can be, a file that
-    is something else, or one that may not be written.
+    Checked before a run begins: raises ConfigError for a place where no store can be, something
+    that is no regular file (reading a pipe or a device may never end), a file that is something
+    else, or one that may not be written.
     """
     name = "--store"
     path = option
@@ -64,14 +66,36 @@ def chosen_store(option: Path | None) -> Path | None:
         name, path = STORE_VARIABLE, Path(text)
     if path.is_dir() or not path.parent.is_dir():
         raise ConfigError(f"{name}: got {path}, expected a file in a folder that exists")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
+    exists = _is_regular(path, name)
+    if not os.access(path if exists else path.parent, os.W_OK):
         raise ConfigError(f"{name}: got {path}, which may not be written; choose another")
-    if path.exists() and not _is_store(path):
+    if exists and not _is_store(path):
         raise ConfigError(
             f"{name}: got {path}, which is no result store; expected a new name, or what an "
             "earlier run made"
         )
     return path
+
+
+def _is_regular(path: Path, name: str) -> bool:
+    """Whether there is a file; False for a new name. Raises ConfigError for anything else."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        if path.is_symlink():  # appending would make its target, wherever that is
+            raise ConfigError(
+                f"{name}: got {path}, a link to nothing; expected a file or a new name"
+            ) from None
+        return False
+    except OSError as error:  # a loop of links, a folder that may not be searched
+        raise ConfigError(
+            f"{name}: got {path} ({error.strerror}); expected a file or a new name"
+        ) from error
+    if not stat.S_ISREG(mode):
+        raise ConfigError(
+            f"{name}: got {path}, which is no regular file; expected one, or a new name"
+        )
+    return True
 
 
 def _is_store(path: Path) -> bool:
@@ -81,16 +105,21 @@ def _is_store(path: Path) -> bool:
     """
     with path.open("rb") as file:
         lines = [line for line in file.readlines(1 << 20) if line.strip()]
-    return not lines or any(_parsed(line) is not None for line in lines)
+    found = [_parsed(line) for line in lines]
+    return not lines or any(entry is not None and "row" in entry for entry in found)
 
 
 def _parsed(line: bytes) -> Entry | None:
-    """The object of a line, None if it is damaged."""
+    """The object of a line, None if it is none of a store or damaged: no strict JSON."""
     try:
-        found = json.loads(line)
-    except ValueError:
+        found = json.loads(line, parse_constant=_no_constant)
+    except (ValueError, RecursionError):  # brackets without end are damage too
         return None
-    return found if isinstance(found, dict) and "version" in found and "row" in found else None
+    return found if isinstance(found, dict) and type(found.get("version")) is int else None
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is no JSON")
 
 
 def entries(
@@ -168,12 +197,14 @@ def _ends_a_line(handle: int) -> bool:
 def read_store(path: str | Path) -> list[Entry]:
     """All lines of a store, oldest first.
 
-    A damaged line (cut off while it was written) is left out with a UserWarning that names it.
-    Raises PayloadError for a file that cannot be read, a line of another version, or one that
-    lacks a field.
+    A damaged line (cut off while it was written, no strict JSON, a field gone or of another type)
+    is left out with a UserWarning that names it. Raises PayloadError for a file that cannot be
+    read, or a line of another version.
     """
     source = Path(path)
     try:
+        if not stat.S_ISREG(source.stat().st_mode):
+            raise PayloadError(f"could not read {source}: it is no regular file; expected a store")
         lines = source.read_bytes().split(b"\n")
     except OSError as error:
         raise PayloadError(
@@ -184,25 +215,29 @@ def read_store(path: str | Path) -> list[Entry]:
         if not line.strip():
             continue
         entry = _parsed(line)
-        if entry is None:
-            warnings.warn(
-                f"{source}, line {number}: damaged, perhaps cut off while it was written; left out",
-                stacklevel=2,
-            )
-            continue
-        if entry["version"] != STORE_VERSION:
+        if entry is not None and entry["version"] != STORE_VERSION:
             raise PayloadError(
                 f"{source}, line {number} has version {entry['version']}; expected "
                 f"{STORE_VERSION}: read it with the release that wrote it"
             )
-        for name, kind in REQUIRED_FIELDS.items():
-            if not isinstance(entry.get(name), kind):
-                raise PayloadError(
-                    f"{source}, line {number} has {name} = {entry.get(name)!r}; expected "
-                    f"{kind.__name__}"
-                )
+        wrong = "no whole JSON line of a store, perhaps cut off while it was written"
+        if entry is not None:
+            wrong = _wrong_field(entry)
+        if entry is None or wrong:
+            warnings.warn(f"{source}, line {number}: damaged ({wrong}); left out", stacklevel=2)
+            continue
         found.append(entry)
     return found
+
+
+def _wrong_field(entry: Entry) -> str:
+    """The first field that is not what a line has; empty where all are."""
+    for name, kind in REQUIRED_FIELDS.items():
+        if name not in entry:
+            return f"it lacks {name}"
+        if not isinstance(entry[name], kind):
+            return f"{name} is of type {type(entry[name]).__name__}, expected {kind.__name__}"
+    return ""
 
 
 def record_run(

@@ -61,6 +61,7 @@ def measured_page(
         html.paragraphs([*said, *dict.fromkeys([*told, *notes])], "note"),
         html.heading("In numbers"),
         _table(runs, labels),
+        *_windows(runs),
         html.heading("Frame by frame"),
         html.paragraphs([_about_figures(runs, shown)]),
         f'<div class="pair">{"".join(map(html.figure, figures(runs, labels, shown)))}</div>',
@@ -206,6 +207,24 @@ def _table(runs: Sequence[Data], labels: Sequence[str]) -> str:
         for index, (data, label) in enumerate(zip(runs, labels, strict=True))
     ]
     return html.table(columns, rows, first="video")
+
+
+def _windows(runs: Sequence[Data]) -> list[str]:
+    """The means of every --window of a single measurement, folded away."""
+    windows = runs[0].get("windows") if len(runs) == 1 else None
+    if not windows:
+        return []
+    names = list(runs[0]["summary"])
+    rows = [
+        html.Row(
+            f"{window['start']:,}–{window['end'] - 1:,}",
+            [html.Cell(show(name, window.get(name))) for name in names],
+            colour(0),
+        )
+        for window in windows
+    ]
+    columns = [html.Column(k.title, k.unit, k.meaning) for k in map(known, names)]
+    return [html.folded("By window", html.plain_table(columns, rows, first="frames"))]
 
 
 def _cell(data: Data, name: str) -> html.Cell:

@@ -30,7 +30,7 @@ def summary_table(data: Mapping[str, Any]) -> Table:
         metric, tail = METRICS[name], data["tails"][name]
         sign = "≤" if metric.higher else "≥"
         table.add_row(
-            f"{metric.title}{f', {metric.unit}' if metric.unit else ''}",
+            _head(name),
             number(value, name),
             "–" if tail is None else f"{sign} {number(tail['quantile'], name)}",
             "–" if tail is None else number(tail["worst"], name),
@@ -39,12 +39,18 @@ def summary_table(data: Mapping[str, Any]) -> Table:
     return table
 
 
+def _head(name: str) -> str:
+    """Title and unit of a metric, as "PSNR, dB"."""
+    metric = METRICS[name]
+    return f"{metric.title}, {metric.unit}" if metric.unit else metric.title
+
+
 def window_table(data: Mapping[str, Any]) -> Table:
     """One row a window of --window frames."""
     names = list(data["summary"])
     table = Table("frames", box=None, pad_edge=False)
     for name in names:
-        table.add_column(METRICS[name].title, justify="right")
+        table.add_column(_head(name), justify="right")
     for window in data["windows"]:
         label = f"{window['start']:,}–{window['end'] - 1:,}"
         table.add_row(label, *(number(window[name], name) for name in names))
@@ -56,7 +62,7 @@ def runs_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     names = list(dict.fromkeys(name for row in rows for name in row if name in METRICS))
     table = Table("run", "video", box=None, pad_edge=False)
     for name in names:
-        table.add_column(METRICS[name].title, justify="right")
+        table.add_column(_head(name), justify="right")
     for row in rows:
         table.add_row(row["run"], row["video"], *(number(row.get(name), name) for name in names))
     return table

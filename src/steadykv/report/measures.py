@@ -195,7 +195,7 @@ def measures(rows: Sequence[Row]) -> list[Measure]:
         Measure(
             title="flicker",
             unit="error ×1000",
-            short="flicker",
+            short="flicker ×1000",
             path=("flicker_error",),
             meaning="How much the change from frame to frame differs from the original's, in "
             "thousandths of the full range of a pixel: 0 is the same motion.",

@@ -99,7 +99,7 @@ def psnr_by_frame(curves: Sequence[Curve], first_frame: int, prefix: str = "psnr
 def quality_by_bits(points: Sequence[Point], floor: float | None, prefix: str = "bits") -> str:
     """Quality (PSNR, dB) against bits per element; the front of undominated methods is joined.
 
-    A point without an interval is hollow.
+    A point without an interval is hollow. What is above the ceiling is drawn at it, as "60+".
     """
     figure, axes = blank_figure(6.6, 3.7, "PSNR against BF16 in dB: higher is closer")
     front: list[Point] = []
@@ -135,7 +135,7 @@ def quality_by_bits(points: Sequence[Point], floor: float | None, prefix: str = 
         axes.text(
             0.005,
             _cap(floor),
-            "noise floor",
+            "noise floor" if floor <= CEILING_DB else f"noise floor, {floor:.1f} dB",
             transform=axes.get_yaxis_transform(),
             ha="left",
             va="bottom",
@@ -152,6 +152,7 @@ def quality_by_bits(points: Sequence[Point], floor: float | None, prefix: str = 
     axes.set_ylim(
         min(values, default=0.0) - 0.12 * height, max(values, default=1.0) + 0.15 * height
     )
+    _say_ceiling(axes, [floor, *(v for p in points for v in (p.quality, p.low, p.high))])
     _label_points(axes, points, height / 15)
     axes.set_xlabel("bits per stored number: lower is smaller")
     return inline_svg(figure, prefix, "Quality against size, one point a method")
@@ -223,6 +224,16 @@ def _label_points(axes: Axes, points: Sequence[Point], gap: float) -> None:
             fontweight="bold",
             annotation_clip=False,
         )
+
+
+def _say_ceiling(axes: Axes, values: Sequence[float | None]) -> None:
+    """Where something lies beyond the ceiling, the axis says that it is drawn at it."""
+    if all(value is None or value <= CEILING_DB for value in values):
+        return
+    bottom, top = axes.get_ylim()
+    step = (top - bottom) / 30
+    ticks = [tick for tick in axes.get_yticks() if bottom <= tick < CEILING_DB - step]
+    axes.set_yticks([*ticks, CEILING_DB], [*(f"{tick:g}" for tick in ticks), f"{CEILING_DB:g}+"])
 
 
 def _cap(value: float) -> float:

@@ -139,8 +139,7 @@ def _parts(rows: Sequence[Row], theme: Theme) -> Figure:
                       fontsize=9)  # fmt: skip
     for index, part in enumerate(parts):
         axes.barh(0, 0, color=theme.series[(1 + index) % len(theme.series)], label=part)
-    axes.legend(frameon=False, fontsize=9, labelcolor=theme.dim, ncols=min(4, len(parts)),
-                loc="lower left", bbox_to_anchor=(0, 1.07), borderaxespad=0.0)  # fmt: skip
+    _legend(figure, axes, theme, min(4, len(parts)))
     _name_rows(axes, rows, theme)
     axes.margins(x=0.12)
     return figure
@@ -156,8 +155,7 @@ def _sides(rows: Sequence[Row], theme: Theme) -> Figure:
         places = [-index + 0.27 - 0.27 * offset for index in range(len(rows))]
         errors = [row[name] or 0.0 for row in rows]
         axes.barh(places, errors, height=0.23, color=colour, label=label)
-    axes.legend(frameon=False, fontsize=9, labelcolor=theme.dim, ncols=3,
-                loc="lower left", bbox_to_anchor=(0, 1.07), borderaxespad=0.0)  # fmt: skip
+    _legend(figure, axes, theme, 3)
     _name_rows(axes, rows, theme)
     return figure
 
@@ -207,6 +205,12 @@ def empty_figure(title: str, theme: Theme, bars: int | None = None) -> tuple[Fig
     axes.xaxis.label.set(color=theme.dim, fontsize=10)
     axes.set_title(title, loc="left", color=theme.dim, fontsize=10)
     return figure, axes
+
+
+def _legend(figure: Figure, axes: Axes, theme: Theme, columns: int) -> None:
+    """Below the axes, where the layout makes room: above them it would lie on their title."""
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside lower left", frameon=False,
+                  fontsize=9, labelcolor=theme.dim, ncols=columns)  # fmt: skip
 
 
 def _name_rows(axes: Axes, rows: Sequence[Row], theme: Theme) -> None:

@@ -28,7 +28,8 @@ def result_table(rows: Sequence[Row], width: int) -> Table:
     table.add_column("cache", min_width=len("noise floor"))
     columns = _columns(measures(rows), width)
     for column in columns:
-        table.add_column(column.short, justify="right", no_wrap=True)
+        # The scale stands below: 80 columns have no room for it beside the name.
+        table.add_column(column.short.replace(" ×", "\n×"), justify="right", no_wrap=True)
     for row in rows:
         is_floor = row["method"] in FLOORS
         cells = []

@@ -288,14 +288,18 @@ def about_table(rows: Sequence[Row]) -> list[str]:
     return [" ".join([*notes, *hints(rows)])] if notes else []
 
 
-def hints(rows: Sequence[Row]) -> list[str]:
-    """What weakens the numbers of this run and has to be said beside them."""
+def hints(rows: Sequence[Row], place: str = "") -> list[str]:
+    """What weakens the numbers of this run and has to be said beside them.
+
+    place: of the intervals, where they do not stand beside the sentence (" of the report").
+    """
     found = []
     episodes = [row["n_episodes"] for row in rows if row["intervals"] is not None]
     if episodes and min(episodes) < FEW_EPISODES:
         found.append(
-            f"With {number_word(min(episodes))} episodes the confidence intervals are too narrow: "
-            f"take them as a hint, and run at least {number_word(FEW_EPISODES)} for ones that hold."
+            f"With {number_word(min(episodes))} episodes the confidence intervals{place} are too "
+            f"narrow: take them as a hint, and run at least {number_word(FEW_EPISODES)} for ones "
+            "that hold."
         )
     configuration = rows[0].get("configuration", {}) if rows else {}
     shared = configuration.get("calibration", {}).get("shared_walks")
