@@ -9,6 +9,7 @@ import pytest
 
 import steadykv as skv
 from steadykv.config import PRESETS
+from steadykv.hosts.adapter import Adapter
 from steadykv.hosts.registry import adapters
 from steadykv.planning.catalog import find_gpu, find_model, find_resolution, gpus, models
 from steadykv.planning.planner import WEIGHT_BYTES
@@ -235,6 +236,14 @@ def test_as_json_and_as_text() -> None:
 )
 def test_models_as_people_write_them(name: str, model: str) -> None:
     assert find_model(name).id == model
+
+
+@pytest.mark.parametrize("adapter", adapters(), ids=lambda adapter: adapter.name)
+def test_what_attach_is_asked_for_can_be_planned(adapter: Adapter) -> None:
+    """By every name; FastVideo's Matrix-Game 2 is the same model, whose own adapter offers more."""
+    names = {adapter.name, *adapter.aliases} - {"fastvideo-matrix-game-2"}
+    found = {find_model(name).id for name in names}
+    assert found
 
 
 def test_every_name_means_one_thing() -> None:

@@ -62,18 +62,34 @@ def need(host: str, thing: Any, path: str, kind: type | tuple[type, ...] = objec
     return found
 
 
-def need_arguments(host: str, function: Callable[..., Any], *names: str) -> None:
-    """HostError unless `function` can be called with these arguments by name."""
+def need_arguments(
+    host: str, function: Callable[..., Any], *names: str, only: bool = False
+) -> None:
+    """HostError unless `function` can be called with these arguments by name.
+
+    only: it has no others, as the one that takes its place knows none.
+    """
+    if not callable(function):
+        raise HostError(
+            f"{host}: got {function!r}: expected a function with the arguments "
+            f"{', '.join(names)}; this host differs from the one that the adapter knows, see "
+            "docs/hosts"
+        )
     parameters = inspect.signature(function).parameters
     if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         return
+    label = f"{getattr(function, '__qualname__', repr(function))}({', '.join(parameters)})"
     missing = [name for name in names if name not in parameters]
-    if missing:
-        label = getattr(function, "__qualname__", repr(function))
+    others = [name for name in parameters if name not in names] if only else []
+    if missing or others:
+        wrong = (
+            f"an argument {' and '.join(map(repr, missing))}"
+            if missing
+            else (f"no argument {' and '.join(map(repr, others))}")
+        )
         raise HostError(
-            f"{host}: got {label}({', '.join(parameters)}): expected an argument "
-            f"{' and '.join(map(repr, missing))}; this host differs from the one that the adapter "
-            "knows, see docs/hosts"
+            f"{host}: got {label}: expected {wrong}; this host differs from the one that the "
+            "adapter knows, see docs/hosts"
         )
 
 

@@ -17,7 +17,14 @@ from steadykv.errors import HostError
 from steadykv.hosts.adapter import Session
 from steadykv.hosts.aside import set_aside
 from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, SeenRotation, stores_before_rope
-from steadykv.hosts.contract import module_of, need, need_arguments, need_function, uncompiled
+from steadykv.hosts.contract import (
+    describe,
+    module_of,
+    need,
+    need_arguments,
+    need_function,
+    uncompiled,
+)
 from steadykv.hosts.packed_window import ATTENTION, attends_packed
 from steadykv.hosts.queries import observe_attention
 from steadykv.hosts.slices import SlicedLayer
@@ -114,9 +121,16 @@ class DictCaches:
         return [IndexedEntry(side) for side in sides]
 
 
-def check_pipeline(title: str, host: Any) -> None:
-    """The initializer's arguments, and the attention modules with their window."""
-    need_arguments(title, host._initialize_kv_cache, "batch_size", "dtype", "device")
+def check_pipeline(title: str, host: Any, lists: Mapping[str, str]) -> None:
+    """The initializer's arguments, its lists, and the attention modules with their window."""
+    initialize = host._initialize_kv_cache
+    need_arguments(title, initialize, "batch_size", "dtype", "device", only=True)
+    if not any(name in vars(host) for name in lists.values()):
+        raise HostError(
+            f"{title}: got a {describe(host)} without {' or '.join(lists.values())}: expected the "
+            "attribute that holds its list of caches; this host differs from the one that the "
+            "adapter knows, see docs/hosts"
+        )
     need(title, host, "num_transformer_blocks", int)
     need(title, host, "frame_seq_length", int)
     attention = need(title, host, "generator.model.blocks.0.self_attn")

@@ -65,6 +65,8 @@ def check(host: Any) -> None:
     for got, (is_right, expected) in found.items():
         if not is_right:
             raise HostError(f"{TITLE}: got {got}: expected {expected}; see {PAGE}")
+    if not (plays_matrix_game(host) or is_relativistic(attention)):
+        need(TITLE, attention, "attn.forward")
 
 
 def install(session: Session, host: Any) -> None:

@@ -53,7 +53,7 @@ def check(host: Any) -> None:
         need(TITLE, part, "config.guidance_scale", (int, float))
         need(TITLE, part, "config.len_t", int)
         need(TITLE, part, "config.network.patch_size.0", int)
-        for index in range(len(need(TITLE, part, "network.blocks"))):
+        for index in range(len(need(TITLE, part, "network.blocks", torch.nn.ModuleList))):
             attention = need(TITLE, part, f"network.blocks.{index}.self_attn")
             need(TITLE, attention, "n_heads", int)
             need(TITLE, attention, "head_dim", int)

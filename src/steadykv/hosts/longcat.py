@@ -7,13 +7,15 @@ both guidance branches itself. Written for the calling contract of meituan-longc
 
 from __future__ import annotations
 
+import inspect
 from functools import partial
 from typing import Any
 
 from torch import nn
 
+from steadykv.errors import HostError
 from steadykv.hosts.adapter import Adapter, Session
-from steadykv.hosts.contract import need, need_arguments
+from steadykv.hosts.contract import describe, need, need_arguments
 from steadykv.hosts.longcat_segment import TITLE, SegmentStore
 from steadykv.hosts.passes import see_output
 
@@ -28,7 +30,13 @@ def matches(host: Any) -> bool:
 def check(host: Any) -> None:
     """The two functions' arguments, and the attention modules with their norm of queries."""
     need_arguments(TITLE, need(TITLE, host, "_update_kv_cache_dict"), "kv_cache_dict")
-    need_arguments(TITLE, need(TITLE, host, "_cache_clean_latents"), "cond_latents")
+    encode = need(TITLE, host, "_cache_clean_latents")
+    need_arguments(TITLE, encode, "cond_latents")
+    if "audio_embs" in inspect.signature(encode).parameters:
+        raise HostError(
+            f"{TITLE}: got a {describe(host)}, whose clean pass takes audio_embs: expected a "
+            "LongCatVideoPipeline; the Avatar pipelines are not covered, see docs/hosts"
+        )
     for number in range(len(need(TITLE, host, "dit.blocks", nn.ModuleList))):
         need(TITLE, host, f"dit.blocks.{number}.attn.q_norm", nn.Module)
 

@@ -29,7 +29,7 @@ def matches(host: Any) -> bool:
 
 def check(host: Any) -> None:
     """As Self-Forcing, with a window: the host refuses to run without one."""
-    check_pipeline(TITLE, host)
+    check_pipeline(TITLE, host, LISTS)
     need_arguments(TITLE, getattr(host, ACTIONS), "batch_size", "dtype", "device")
     if host.local_attn_size < 1:
         raise HostError(

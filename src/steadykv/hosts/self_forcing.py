@@ -69,7 +69,7 @@ ADAPTERS = (
         expects="a CausalInferencePipeline or CausalDiffusionInferencePipeline",
         page="docs/hosts/self-forcing.md",
         matches=matches,
-        check=partial(check_pipeline, TITLE),
+        check=partial(check_pipeline, TITLE, lists=LISTS),
         install=install,
         options={
             "window_frames": "attended frames of a host without a window, whose own limit is 21",
