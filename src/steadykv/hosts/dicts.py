@@ -16,10 +16,11 @@ import torch
 from steadykv.errors import HostError
 from steadykv.hosts.adapter import Session
 from steadykv.hosts.aside import set_aside
-from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, SeenRotation, stores_before_rope
+from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, stores_before_rope
 from steadykv.hosts.contract import module_of, need, need_arguments, need_function, uncompiled
 from steadykv.hosts.packed_window import ATTENTION, attends_packed
 from steadykv.hosts.queries import observe_attention
+from steadykv.hosts.seen_rotation import SeenRotation
 from steadykv.hosts.slices import SlicedLayer
 
 __all__ = [

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from steadykv.errors import HostError
 from steadykv.hosts.adapter import Session
-from steadykv.hosts.before_rope import SeenRotation
 from steadykv.hosts.sana_wm_layers import TITLE, StoredLayer, Window
+from steadykv.hosts.seen_rotation import SeenRotation
 
 __all__ = ["Passes"]
 

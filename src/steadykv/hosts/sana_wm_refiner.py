@@ -13,11 +13,12 @@ from typing import Any
 from torch import nn
 
 from steadykv.hosts.adapter import Adapter, Session
-from steadykv.hosts.before_rope import STORE_KEYS, SeenRotation, stores_before_rope
+from steadykv.hosts.before_rope import STORE_KEYS, stores_before_rope
 from steadykv.hosts.contract import module_of, need, need_arguments, need_function
 from steadykv.hosts.passes import follow_calls, watch_queries
 from steadykv.hosts.sana_wm_layers import TITLE
 from steadykv.hosts.sana_wm_passes import Passes
+from steadykv.hosts.seen_rotation import SeenRotation
 
 __all__ = ["ADAPTERS"]
 
