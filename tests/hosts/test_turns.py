@@ -10,7 +10,8 @@ import torch
 from steadykv.cache import LayerCache
 from steadykv.errors import HostError
 from steadykv.hosts.adapter import Session
-from steadykv.hosts.before_rope import KeyTurns, SeenRotation
+from steadykv.hosts.before_rope import KeyTurns
+from steadykv.hosts.seen_rotation import SeenRotation
 from tests.hosts.checks import small_config
 
 HEADS, DIM, TOKENS = 2, 16, 8

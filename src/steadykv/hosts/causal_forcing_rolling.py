@@ -15,10 +15,11 @@ import torch
 from steadykv.errors import HostError
 from steadykv.hosts.adapter import Adapter, Session
 from steadykv.hosts.aside import set_aside
-from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, SeenRotation, stores_before_rope
+from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, stores_before_rope
 from steadykv.hosts.contract import module_of, need, need_arguments, need_function
 from steadykv.hosts.copies import Asked, observe_next_attention
 from steadykv.hosts.dicts import IndexedEntry, geometry_of
+from steadykv.hosts.seen_rotation import SeenRotation
 from steadykv.hosts.slices import SlicedLayer
 
 __all__ = ["ADAPTERS"]

@@ -16,7 +16,7 @@ import torch
 from steadykv.errors import HostError
 from steadykv.hosts.adapter import Session
 from steadykv.hosts.aside import set_aside
-from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, SeenRotation, stores_before_rope
+from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, stores_before_rope
 from steadykv.hosts.contract import (
     describe,
     module_of,
@@ -27,6 +27,7 @@ from steadykv.hosts.contract import (
 )
 from steadykv.hosts.packed_window import ATTENTION, attends_packed
 from steadykv.hosts.queries import observe_attention
+from steadykv.hosts.seen_rotation import SeenRotation
 from steadykv.hosts.slices import SlicedLayer
 
 __all__ = [

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from steadykv.errors import HostError
 from steadykv.hosts.adapter import Adapter, Session
-from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, SeenRotation, stores_before_rope
+from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, stores_before_rope
 from steadykv.hosts.contract import module_of, need, need_arguments
 from steadykv.hosts.dicts import IndexedEntry, geometry_of
 from steadykv.hosts.queries import observe_attention
+from steadykv.hosts.seen_rotation import SeenRotation
 from steadykv.hosts.slices import SlicedLayer
 from steadykv.hosts.trimmed import TrimmedTensor
 

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from steadykv.cache import KVCache
 from steadykv.hosts.adapter import Adapter, Session
-from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, SeenRotation, stores_before_rope
+from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, stores_before_rope
 from steadykv.hosts.blocks import BlockCache, untraced, untraced_methods
 from steadykv.hosts.contract import module_of, need, need_arguments
+from steadykv.hosts.seen_rotation import SeenRotation
 
 __all__ = ["ADAPTERS"]
 

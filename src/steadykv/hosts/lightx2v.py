@@ -15,9 +15,10 @@ from torch import Tensor
 
 from steadykv.errors import HostError
 from steadykv.hosts.adapter import Adapter, Session
-from steadykv.hosts.before_rope import STORE_KEYS, SeenRotation, stores_before_rope
+from steadykv.hosts.before_rope import STORE_KEYS, stores_before_rope
 from steadykv.hosts.contract import need, need_arguments
 from steadykv.hosts.pools import LayerPool
+from steadykv.hosts.seen_rotation import SeenRotation
 
 __all__ = ["ADAPTERS"]
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from steadykv.cache import KVCache, LayerCache
 from steadykv.cache.policy import TokenRange
 from steadykv.errors import HostError
-from steadykv.hosts.before_rope import KeyTurns, SeenRotation
+from steadykv.hosts.before_rope import KeyTurns
+from steadykv.hosts.seen_rotation import SeenRotation
 
 if TYPE_CHECKING:
     from steadykv.hosts.adapter import Session

@@ -16,9 +16,10 @@ from torch import nn
 from steadykv.errors import HostError
 from steadykv.hosts.adapter import Adapter, Session
 from steadykv.hosts.aside import set_aside
-from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, SeenRotation, stores_before_rope
+from steadykv.hosts.before_rope import STORE_KEYS, KeyTurns, stores_before_rope
 from steadykv.hosts.contract import need, need_arguments
 from steadykv.hosts.queries import observe_attention
+from steadykv.hosts.seen_rotation import SeenRotation
 from steadykv.hosts.sglang_cache import KVView, SGLangCache
 
 __all__ = ["ADAPTERS", "KVView", "SGLangCache"]

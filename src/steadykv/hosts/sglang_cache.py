@@ -17,9 +17,10 @@ from torch import Tensor
 
 from steadykv.cache import LayerCache
 from steadykv.config import CacheConfig, parse_method
-from steadykv.errors import HostError, ShapeError
+from steadykv.errors import HostError
 from steadykv.hosts.before_rope import KeyTurns
 from steadykv.hosts.queries import Readers
+from steadykv.hosts.sglang_chunks import all_heads, check_chunk, given_heads
 
 __all__ = ["KVView", "SGLangCache"]
 
@@ -167,14 +168,15 @@ class SGLangCache:
                 f"{debug_name}: recent_window_tokens is {recent_window_tokens}: expected 0 or more"
             )
         tokens = key.shape[1]
-        self._check_chunk(current_chunk_start, tokens, debug_name)
-        heads = self._heads(key, cache_head_start, debug_name)
+        check_chunk(self.layer, current_chunk_start, tokens, debug_name)
+        heads = given_heads(self.layer, key, cache_head_start, debug_name)
         if self._turns is not None:
             key = self._turns.stored(self.layer, key, current_chunk_start)
         if heads is None:
             self._store(key, value, current_chunk_start)
         else:
-            self._store(*self._filled(key, value, current_chunk_start, *heads), current_chunk_start)
+            whole = all_heads(self.layer, key, value, current_chunk_start, heads[0])
+            self._store(*whole, current_chunk_start)
         end = current_chunk_start + tokens
         self._set_ends(end)
         k, v = self._visible(current_chunk_start, recent_window_tokens)
@@ -195,48 +197,6 @@ class SGLangCache:
         self.layer.observe_queries(q if self._turns is None else self._turns.before(q))
 
     # --- steps ------------------------------------------------------------------------------
-
-    def _check_chunk(self, start: int, tokens: int, name: str) -> None:
-        chunk, end = self.layer.progress.open, self.layer.progress.newest
-        if chunk is not None and start == chunk[0] and tokens != end - start:
-            raise HostError(
-                f"{name}: chunk at token {start} written again with {tokens} tokens: expected "
-                f"{end - start}; only the next chunk may have another length"
-            )
-        if start != end and (chunk is None or start != chunk[0]):
-            raise HostError(
-                f"{name}: write at token {start}: expected {end}"
-                + (f" or {chunk[0]}" if chunk is not None else "")
-                + "; a packed cache is written in order, reset_indices() starts over"
-            )
-
-    def _heads(self, key: Tensor, start: int | None, name: str) -> tuple[int, int] | None:
-        """First head and number of heads, where a call carries a part of them."""
-        count, heads = key.shape[2], self.num_cache_heads
-        if count == heads:
-            return None
-        if start is None or start < 0 or start + count > heads:
-            raise ShapeError(
-                f"{name}: {count} heads of {heads} from head {start}: expected cache_head_start "
-                "within the cache's heads"
-            )
-        return start, count
-
-    def _filled(
-        self, key: Tensor, value: Tensor, start: int, first: int, count: int
-    ) -> tuple[Tensor, Tensor]:
-        """All heads of the chunk, with these written over what is there, or over zeros."""
-        chunk = self.layer.progress.open
-        whole = []
-        for name, new in (("key", key), ("value", value)):
-            if chunk is not None and chunk[0] == start:
-                old = self.layer.read_tensor(name, [chunk])
-            else:
-                shape = (*new.shape[:2], self.num_cache_heads, new.shape[3])
-                old = new.new_zeros(shape, dtype=self.dtype)
-            old.narrow(2, first, count).copy_(new)
-            whole.append(old)
-        return whole[0], whole[1]
 
     def _store(self, key: Tensor, value: Tensor, start: int) -> None:
         before = self.layer.progress.open
