@@ -153,6 +153,8 @@ def test_captured_spans_encode_to_the_bytes_of_a_cache(
         for side, store in (("keys", cache[cell[0]].keys), ("values", cache[cell[0]].values)):
             payload, mine = store.segments[cell[1]].payload, packed[side].payload
             assert payload is not None
+            if "refinement" not in payload.tensors:
+                mine = mine.unrefined()  # as the cache did when a newer span came
             if len(heads) == 2:
                 assert mine == payload
                 continue

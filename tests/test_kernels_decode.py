@@ -296,7 +296,7 @@ def arguments(payload: Payload, out: Tensor) -> tuple[Any, ...]:
 def test_operators_declare_what_they_do() -> None:
     operators = torch.ops.steadykv
     for name, operator, options in (
-        ("qvg4", operators.decode_clustered, ("affine_zero", 2, 64, 3, 20, "bits", "triton")),
+        ("qvg4", operators.decode_clustered, ("affine_zero", 2, 64, 3, 20, "bits", 0, "triton")),
         ("rtn", operators.decode_grouped,
          ("affine_min", 2, 64, "channels", 3, 20, "bits", [], "triton")),
         ("kvquant", operators.decode_nonuniform, ("channels", 2, 3, 20, "triton")),
