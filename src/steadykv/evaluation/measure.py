@@ -16,6 +16,7 @@ import torch
 
 from steadykv.errors import ConfigError
 from steadykv.evaluation.fingerprint import file_hash
+from steadykv.evaluation.measure_checks import MEASURE_VERSION, STEPS
 from steadykv.evaluation.metrics import (
     flicker,
     flicker_by_step,
@@ -31,8 +32,6 @@ from steadykv.evaluation.video_excerpt import Excerpt
 from steadykv.evaluation.video_file import PICTURES_FPS
 from steadykv.evaluation.video_pair import VideoPair
 
-MEASURE_VERSION = 1
-STEPS = {"flicker_error"}  # from one frame to the next: one value fewer than frames
 TAIL = 0.05
 
 ByFrame = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

@@ -9,15 +9,16 @@ from typing import Any
 from steadykv.evaluation.metrics.frames import PEAK
 from steadykv.evaluation.result_checks import check_object, expect, is_count, is_number
 
-__all__ = ["check_measurement"]
+__all__ = ["MEASURE_VERSION", "STEPS", "check_measurement"]
 
-STEPS = ("flicker_error",)  # one value fewer than frames
+MEASURE_VERSION = 1
+STEPS = {"flicker_error"}  # from one frame to the next: one value fewer than frames
 SAME = 1e-6  # relative: a mean from the file's values and the one that was written
 
 
-def check_measurement(data: Any, source: str, version: int) -> None:
+def check_measurement(data: Any, source: str) -> None:
     """Raises PayloadError unless every part of ``data`` is there and agrees with the others."""
-    check_object(data, source, version)
+    check_object(data, source, MEASURE_VERSION)
     for name, least in (("frames", 1), ("width", 1), ("height", 1), ("start", 0)):
         value = data.get(name)
         expect(is_count(value, least), source, name, value, f"a whole number from {least} on")

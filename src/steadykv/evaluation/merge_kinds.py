@@ -16,7 +16,7 @@ from typing import Any
 
 from steadykv.errors import ConfigError, PayloadError
 from steadykv.evaluation.measure_checks import check_measurement
-from steadykv.evaluation.result_checks import check_object, expect
+from steadykv.evaluation.result_checks import check_object, expect, shown_as_one_line
 from steadykv.evaluation.results import METRICS_FILE, SCHEMA_VERSION, read_json
 
 __all__ = [
@@ -109,7 +109,7 @@ def group_runs(kind: str, folders: Sequence[Path]) -> list[KindGroup]:
         path = folder / FILES[kind]
         data = read_json(path)
         CHECKS[kind](data, str(path))
-        try:
+        with shown_as_one_line(str(path)):
             same = json.loads(json.dumps(SAME[kind](data)))
             run = KindRun(label, folder, data)
             group = next((g for g in groups if g.same == same), None)
@@ -118,19 +118,9 @@ def group_runs(kind: str, folders: Sequence[Path]) -> list[KindGroup]:
                 groups.append(group)
             group.runs.append(run)
             group.rows += ROWS[kind](run, group)
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise PayloadError(
-                f"{path} is not what {kind} writes ({type(error).__name__}: {error}); measure again"
-            ) from error
     for group in groups:
         group.notes += _differing(group)
     return groups
-
-
-def _check_measurement(data: Any, source: str) -> None:
-    from steadykv.evaluation.measure import MEASURE_VERSION
-
-    check_measurement(data, source, MEASURE_VERSION)
 
 
 def _check_tensors(data: Any, source: str) -> None:
@@ -157,7 +147,7 @@ def _check_list_of_rows(data: Mapping[str, Any], source: str, name: str, least: 
         expect(fits, source, f"{name}[{index}]", row, "an object with a method")
 
 
-CHECKS = {"measure": _check_measurement, "tensors": _check_tensors, "bench": _check_times}
+CHECKS = {"measure": check_measurement, "tensors": _check_tensors, "bench": _check_times}
 
 
 def _measured(data: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from steadykv.cache.ledger import MemoryMeter
 from steadykv.errors import HostError
-from steadykv.hosts.turns import Call, Turns, error_of
+from steadykv.hosts.turns import Call, Turns, which_pairs
 
 __all__ = ["GivenRotation"]
 
@@ -72,13 +72,10 @@ class GivenRotation:
         if self._neighbours is not None:
             return call.turns(self._neighbours)[0]
         sample = torch.linspace(-1, 1, tokens * dim, device=like.device).cos().view(size)
-        errors: list[float] = []
-        for neighbours in (True, False):
-            turns, _ = call.turns(neighbours)
-            errors.append(error_of(turns, sample, turned(sample.clone())))
-            if errors[-1] < 0.02:
-                self._neighbours = neighbours
-                return turns
+        found, errors = which_pairs(call.turns, sample, turned(sample.clone()))
+        if found is not None:
+            self._neighbours = found[0].neighbours
+            return found[0]
         raise HostError(
             f"rotation is off by {min(errors):.3f} from turns of pairs of channels by the token's "
             "position: expected those; leave store_keys out to store keys after RoPE"

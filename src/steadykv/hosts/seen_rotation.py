@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from steadykv.errors import HostError
-from steadykv.hosts.turns import Call, Turns, error_of, results_of
+from steadykv.hosts.turns import Call, Turns, results_of, which_pairs
 
 if TYPE_CHECKING:
     from steadykv.hosts.adapter import Session
@@ -128,14 +128,11 @@ class SeenRotation:
                     f"keys {tuple(keys.shape)} that are not what the host's rotary embedding "
                     f"returned: expected its result, or the first tokens of it; {HELP}"
                 )
-        errors = []
-        for neighbours in (True, False):
-            turns, is_exact = self._ask(call, neighbours)
-            errors.append(error_of(turns, *proofs[-1]))
-            if errors[-1] < 0.02:  # the host's own rounding to BF16 is 0.002 to 0.006
-                self._neighbours = neighbours
-                self._proofs.clear()  # frames of another size do not change what is a pair
-                return turns, is_exact
+        found, errors = which_pairs(lambda pairs: self._ask(call, pairs), *proofs[-1])
+        if found is not None:
+            self._neighbours = found[0].neighbours
+            self._proofs.clear()  # frames of another size do not change what is a pair
+            return found
         raise HostError(
             f"the host's rotary embedding is off by {errors[0]:.3f} from turns of neighbouring "
             f"channels by the token's position, and by {errors[1]:.3f} from those of two halves: "

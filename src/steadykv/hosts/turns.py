@@ -15,7 +15,7 @@ from torch import Tensor
 
 from steadykv.errors import HostError
 
-__all__ = ["Call", "Turns", "error_of"]
+__all__ = ["Call", "Turns", "which_pairs"]
 
 # What kernels raise that take no FP32.
 _REFUSALS = (RuntimeError, ValueError, TypeError, AssertionError)
@@ -143,6 +143,22 @@ def results_of(out: Any, given: Sequence[Tensor]) -> list[Tensor]:
             f"{len(given)} tensors; leave store_keys out"
         )
     return found
+
+
+def which_pairs(
+    ask: Callable[[bool], tuple[Turns, bool]], source: Tensor, turned: Tensor
+) -> tuple[tuple[Turns, bool] | None, list[float]]:
+    """What `ask(neighbours)` gives for the pairs by which source [B, S, H, D] became `turned`.
+
+    None where neither neighbours nor halves are; and how far off each that was tried is. Waits.
+    """
+    errors: list[float] = []
+    for neighbours in (True, False):
+        found = ask(neighbours)
+        errors.append(error_of(found[0], source, turned))
+        if errors[-1] < 0.02:  # the host's own rounding to BF16 is 0.002 to 0.006
+            return found, errors
+    return None, errors
 
 
 def error_of(turns: Turns, source: Tensor, turned: Tensor) -> float:
