@@ -16,6 +16,7 @@ from steadykv.config import CachePolicy, preset
 from steadykv.evaluation.metrics.tensors import attention_errors
 from steadykv.evaluation.protocol import Protocol
 from steadykv.evaluation.rollouts import new_cache
+from steadykv.evaluation.shadows import CLEAN, DENOISING
 from steadykv.world import rollout
 from steadykv.world.episodes import save_episodes
 from steadykv.world.rope import rotation_of
@@ -129,6 +130,11 @@ def test_a_known_perturbation_gives_the_known_ratio() -> None:
         assert row["output_error"] == pytest.approx(0.25, rel=0.01)  # BF16 rounds the product
         assert row["output_error_keys"] == 0.0
         assert row["output_error_values"] == row["output_error"]
+        # Chunk 1 begins before frame 6; of chunks 2 and 3 the denoising passes count, 2 each.
+        assert probe.queries == 2 * 2 * 15
+        counts = torch.stack([layer.counts[0] for layer in probe])  # type: ignore[misc]
+        assert torch.equal(probe.energies()["bf16"], counts[:, DENOISING])
+        assert (counts[:, CLEAN, 0] > 0).all()
 
 
 def test_keys_stored_before_their_rotation_are_measured_after_it() -> None:
