@@ -12,7 +12,7 @@ set -m  # a process group for the recorder: its workers and their engines end wi
 OMP_NUM_THREADS=1 nice python3 "$here/data.py" --recipe "$recipe" --out "$out/walks" >"$out/data.log" 2>&1 &
 recorder=$!
 set +m
-trap 'kill -- -$recorder 2>/dev/null || true' EXIT  # it must not outlive the training
+trap 'kill -KILL -- -$recorder 2>/dev/null || true' EXIT  # it must not outlive the training; engines ignore a mere TERM
 torchrun --standalone --nproc-per-node="$gpus" "$here/train.py" \
   --recipe "$recipe" --walks "$out/walks" --out "$out/run" --seconds "$seconds" >"$out/train.log" 2>&1
 python3 "$here/evaluate.py" --walks "$out/walks" --weights "$out/run/average.safetensors" \
