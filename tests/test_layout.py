@@ -48,8 +48,6 @@ SUPPORT = {
         "decode_levels",
         "decode_pairs",
         "eigen",
-        "factor",
-        "feedback_tiles",
         "launch",
         "means",
         "networks",

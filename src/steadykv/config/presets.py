@@ -17,8 +17,8 @@ _KIVI_VALUES = {"method": "kivi", "group_size": 32, "axis": "channels"}
 _KVQUANT_KEYS = {"method": "kvquant", "axis": "tokens"}
 _KVQUANT_VALUES = {"method": "kvquant", "axis": "channels"}
 # Without a floor under its scales, which a part of a step would be added to.
-_REFINED = {"centroid_format": "fp8", "refinement": 2}
-_REFINED_VALUES = {"method": "qvg", "metadata": "int8", "packing": "trits", **_REFINED}
+_STEADY = {"centroid_format": "fp8", "refinement": 2}
+_STEADY_VALUES = {"method": "qvg", "metadata": "int8", "packing": "trits", **_STEADY}
 _CALIBRATED = {"levels": "calibrated"}
 # The one field of a policy that belongs to a method; all others belong to the host that runs it.
 _POLICY_FIELD = "refined_spans"
@@ -35,8 +35,7 @@ PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qvg_pro": (_QVG_PRO, _QVG_PRO, {}),
     "qvg4": ({"method": "qvg4"}, {"method": "qvg4"}, {}),
     "quantwm": ({"method": "quantwm"}, {"method": "qvg4"}, {}),
-    "steady": ({"method": "steady"}, {"method": "qvg4"}, {}),
-    "refined": ({"method": "qvg4", **_REFINED}, _REFINED_VALUES, {}),
+    "steady": ({"method": "qvg4", **_STEADY}, _STEADY_VALUES, {}),
     "kvquant": (_KVQUANT_KEYS, _KVQUANT_VALUES, {}),
     "kvquant_calibrated": (_KVQUANT_KEYS | _CALIBRATED, _KVQUANT_VALUES | _CALIBRATED, {}),
 }
