@@ -165,7 +165,8 @@ def test_a_stuck_visitor_tries_something_else() -> None:
         angle = (angle + 7 * (bool(held[-1] & LEFT) - bool(held[-1] & RIGHT))) % 360
     pushes = np.array(held) & FORWARD > 0
     assert pushes.any()
-    assert np.diff(np.flatnonzero(~pushes)).max() <= 10
+    rests = [0, *np.flatnonzero(~pushes), len(pushes)]
+    assert np.diff(rests).max() <= 10
 
 
 def test_returning_needs_an_absence_of_the_right_length() -> None:
