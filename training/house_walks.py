@@ -16,13 +16,20 @@ import tempfile
 from collections import deque
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from data import FORWARD, LEFT, RIGHT, TICS_PER_FRAME, File, Walk, new_game
 from houses import House, Point, make_house, write_wad
 
+from steadykv.evaluation.revisits import revisits
+
+if TYPE_CHECKING:
+    import vizdoom
+
 REVISIT = (60, 110)  # frames ago
-NEAR, ALIKE = 48.0, 15.0  # map units and degrees within which two poses show the same view
+# map units and degrees: up to NEAR two poses show the same view, beyond AWAY the walker has left it
+NEAR, AWAY = (48.0, 15.0), (64.0, 30.0)
 
 
 @dataclass(frozen=True)
@@ -163,59 +170,55 @@ def seed_of(file: File, number: int) -> list[int]:
 
 def record_houses(file: File) -> list[Walk]:
     """The walks of a file, each through its own house, with poses."""
-    import cv2
     import vizdoom
 
     generators = [np.random.default_rng(seed_of(file, number)) for number in range(file.walks)]
     houses = [make_house(rng) for rng in generators]
-    wad = Path(tempfile.mkdtemp()) / "houses.wad"
-    write_wad(wad, [house.text for house in houses])
-    game = new_game("freedoom2.wad", wad, "map01", file.index)
-    for variable in ("POSITION_X", "POSITION_Y", "ANGLE"):
-        game.add_available_game_variable(getattr(vizdoom.GameVariable, variable))
-    game.init()
-    walks = []
-    for number, (house, rng) in enumerate(zip(houses, generators, strict=True)):
-        game.set_doom_map(f"map{number + 1:02d}")
-        game.set_seed(number)
-        game.new_episode()
-        visitor = Visitor(house, rng)
-        unseen, buttons = int(rng.integers(file.prelude + 1)), 0
-        frames, actions, poses = [], [], []
-        for i in range(unseen + file.steps):
-            state = game.get_state()
-            pose = state.game_variables
-            if i >= unseen:
-                screen = state.screen_buffer
-                frames.append(cv2.resize(screen, file.size, interpolation=cv2.INTER_AREA))
-                actions.append(buttons)
-                poses.append(pose)
-            buttons = visitor.act(*(float(p) for p in pose))
-            game.make_action(
-                [bool(buttons & b) for b in (FORWARD, LEFT, RIGHT)] + [False], TICS_PER_FRAME
-            )
-        walks.append(
-            Walk(np.stack(frames), np.array(actions, np.uint8), np.array(poses, np.float32))
-        )
-    game.close()
+    with tempfile.TemporaryDirectory() as folder:
+        wad = Path(folder) / "houses.wad"
+        write_wad(wad, [house.text for house in houses])
+        game = new_game("freedoom2.wad", wad, "map01", file.index)
+        for variable in ("POSITION_X", "POSITION_Y", "ANGLE"):
+            game.add_available_game_variable(getattr(vizdoom.GameVariable, variable))
+        game.init()
+        walks = []
+        for number, (house, rng) in enumerate(zip(houses, generators, strict=True)):
+            game.set_doom_map(f"map{number + 1:02d}")
+            game.set_seed(number)
+            game.new_episode()
+            walks.append(_record(game, Visitor(house, rng), file))
+        game.close()
     return walks
 
 
-def revisits(poses: np.ndarray, first: int = REVISIT[0], last: int = REVISIT[1]) -> np.ndarray:
-    """Which frames of a walk show a view that was left and seen `first` to `last` frames ago.
+def _record(game: vizdoom.DoomGame, visitor: Visitor, file: File) -> Walk:
+    """One walk from the start of the episode that has just begun."""
+    import cv2
 
-    poses float32 [N,3] -> bool [N]. Left: some pose in between was unlike both.
+    unseen, buttons = int(visitor.rng.integers(file.prelude + 1)), 0
+    frames, actions, poses = [], [], []
+    for i in range(unseen + file.steps):
+        state = game.get_state()
+        pose = state.game_variables
+        if i >= unseen:
+            frames.append(cv2.resize(state.screen_buffer, file.size, interpolation=cv2.INTER_AREA))
+            actions.append(buttons)
+            poses.append(pose)
+        buttons = visitor.act(*(float(p) for p in pose))
+        held = [bool(buttons & b) for b in (FORWARD, LEFT, RIGHT)] + [False]
+        game.make_action(held, TICS_PER_FRAME)
+    return Walk(np.stack(frames), np.array(actions, np.uint8), np.array(poses, np.float32))
+
+
+def returning(poses: np.ndarray) -> np.ndarray:
+    """Which frames of a walk show a view that was last left after it was seen REVISIT frames ago.
+
+    poses float32 [N,3] -> bool [N].
     """
-    x, y, angle = poses.astype(np.float64).T
-    away = np.hypot(x[:, None] - x, y[:, None] - y)
-    turned = np.abs((angle[:, None] - angle + 180) % 360 - 180)
-    alike = (away < NEAR) & (turned < ALIKE)
-    found = np.zeros(len(poses), bool)
-    for now in range(first, len(poses)):
-        then = slice(max(0, now - last), now - first + 1)
-        newest = np.flatnonzero(alike[now, then])
-        found[now] = newest.size > 0 and not alike[now, now - first + 1 : now - 20].any()
-    return found
+    found, later = np.zeros(len(poses), bool), np.zeros(len(poses), bool)
+    for pair in revisits(poses, window_frames=REVISIT[0], near=NEAR, away=AWAY):
+        (later if pair.within else found)[pair.second] |= pair.within or pair.gap <= REVISIT[1]
+    return found & ~later
 
 
 def main() -> None:
@@ -230,7 +233,7 @@ def main() -> None:
             with np.load(path) as file:
                 poses = np.split(file["poses"], np.cumsum(file["lengths"])[:-1])
             for walk in poses:
-                share.append(revisits(walk)[REVISIT[1] :])
+                share.append(returning(walk)[REVISIT[1] :])
                 with_one.append(bool(share[-1].any()))
                 count += len(walk)
         if share:

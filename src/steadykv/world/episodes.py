@@ -7,7 +7,6 @@ import json
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from PIL import Image
 
 from steadykv.errors import ConfigError, PayloadError
+from steadykv.world.shipped import chosen_file
 
 # what reading an archive with wrong contents raises
 DAMAGE = (
@@ -86,14 +86,11 @@ def save_episodes(path: Path, episodes: Episodes) -> int:
 def load_episodes(which: int | Sequence[int] = 64, path: str | Path | None = None) -> Episodes:
     """The first `which` shipped held-out episodes, or those with the given numbers.
 
-    Raises ConfigError for numbers there are not, PayloadError for a file that is no archive of
-    episodes.
+    `path` is the name of a world ("mazes", the default, or "rooms") or a file. Raises ConfigError
+    for numbers there are not, for a string that is neither a name nor a file, and for a world that
+    is not installed; PayloadError for a file that is no archive of episodes.
     """
-    source = (
-        resources.files("steadykv.world") / "assets" / "episodes.zip"
-        if path is None
-        else Path(path)
-    )
+    source = chosen_file(path, "episodes")
     try:
         with source.open("rb") as file, zipfile.ZipFile(file) as archive:
             rows = json.loads(archive.read("episodes.json"))
