@@ -51,7 +51,10 @@ def store_codes(
     TOKENS: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Codes - FIRST of the even and odd channels, FP32: a byte each, or packed into int16."""
+    """Codes - FIRST of the even and odd channels, FP32: a byte each, or packed into int16.
+
+    Of one bit, packed into bytes.
+    """
     words = word_places(SIZE // 8, ALL, LANES)
     o_token, mask = tl.arange(0, TOKENS)[None, None, :, None], m_token[None, None, :, None]
     if ALL * SIZE != WIDTH:
@@ -63,6 +66,10 @@ def store_codes(
         at = (o_token * WIDTH)[:, :, :, :, None, None] + channel
         mask = mask[:, :, :, :, None, None] & (channel < WIDTH)
         tl.store(p_codes + row * WIDTH + at, code.to(tl.uint8), mask=mask)
+    elif BITS == 1:
+        ROW_BYTES: tl.constexpr = WIDTH // 8
+        unit = _packed(even, odd, FIRST, BITS).to(tl.uint8)
+        tl.store(p_codes + row * ROW_BYTES + (o_token * ROW_BYTES + words), unit, mask=mask)
     else:
         ROW: tl.constexpr = WIDTH * BITS // 16
         at = o_token * ROW + words * (BITS // 2)
@@ -79,9 +86,10 @@ def store_codes(
 @triton.jit
 def _packed(even, odd, FIRST: tl.constexpr, BITS: tl.constexpr):
     """int16 of the codes along the last axis, pairs of an even and an odd one."""
-    o_pair = tl.arange(0, 8 // BITS)
+    PAIRS: tl.constexpr = 2 if BITS == 4 else 4
+    o_pair = tl.arange(0, PAIRS)
     place = ((127 + 2 * BITS * o_pair) << 23).to(tl.float32, bitcast=True)  # 4^(BITS·pair)
-    place = tl.reshape(place, [1] * (len(even.shape) - 1) + [8 // BITS])
+    place = tl.reshape(place, [1] * (len(even.shape) - 1) + [PAIRS])
     axis: tl.constexpr = len(even.shape) - 1
     unit = tl.sum(even * place, axis) + (1 << BITS) * tl.sum(odd * place, axis)
     # Added to 2^23, an integer is the low bits of the sum.

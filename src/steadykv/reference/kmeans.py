@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 E4M3_MAX = 448.0
-SCALE_LEAST, SCALE_TOP = -24, 15  # exponents of the powers of two that FP16 holds
+SCALE_LEAST, SCALE_TOP = 2.0**-24, 2.0**15  # the powers of two that FP16 holds end here
 
 
 def kmeans(
@@ -59,13 +59,13 @@ def assign_centroids(x: Tensor, centroids: Tensor) -> Tensor:
 def quantize_centroids(means: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """See `steadykv.ops.kmeans`."""
     peak = means.abs().amax(-1)
-    # peak = m·2^e with m from 1/2 to 1, and 448 = 7/8·2^9.
-    mantissa, exponent = torch.frexp(peak.clamp(max=E4M3_MAX * 2.0**SCALE_TOP))
-    exponent = (exponent - 9 + (mantissa > 0.875)).clamp_(SCALE_LEAST, SCALE_TOP)
+    # m·2^e with m from 1/2 to 1, and 448 = 7/8·2^9.
+    mantissa, exponent = torch.frexp(peak.clamp(E4M3_MAX * SCALE_LEAST, E4M3_MAX * SCALE_TOP))
+    exponent = exponent - 9 + (mantissa > 0.875)
     scale = ((exponent + 127) << 23).view(torch.float32)  # 2^exponent; exp2 may round
     codes = (means / scale[..., None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     values = (codes.float() * scale[..., None]).to(torch.bfloat16)  # exact
-    saturated = (peak > E4M3_MAX * 2.0**SCALE_TOP).sum(-1)
+    saturated = (peak > E4M3_MAX * SCALE_TOP).sum(-1)
     return {"centroids": codes, "centroid_scale": scale.to(torch.float16)}, values, saturated
 
 
