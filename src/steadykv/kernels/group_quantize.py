@@ -54,7 +54,7 @@ def quantize_clustered(
     """See `steadykv.ops.group_quantize`.
 
     Grids with a base allocate FP32 [N, S, G] besides, G rounded up to a power of two, `affine_zero`
-    twice that; trits, 3 bits, and rows that end within a word a byte a number.
+    twice that; trits and rows that end within a word of eight codes a byte a number.
     """
     heads, tokens, width = x.shape
     padded = power_of_two(width)
@@ -139,12 +139,12 @@ class _Codes(NamedTuple):
 
 
 def _room(x: Tensor, bits: int, packing: str = "bits") -> _Codes:
-    """For codes of the numbers x [N, S, D], in whole words where rows are some."""
+    """For codes of the numbers x [N, S, D]: in words of eight where rows are whole ones."""
     width = x.shape[2]
-    in_words = bits in (1, 2, 4) and packing == "bits" and width % 8 == 0
+    in_words = packing == "bits" and width % 8 == 0
     row = width * bits // 8 if in_words else width
     stored = torch.empty(*x.shape[:2], row, dtype=torch.uint8, device=x.device)
-    words = stored.view(torch.int16) if in_words and bits > 1 else stored
+    words = stored.view(torch.int16) if in_words and bits in (2, 4) else stored
     return _Codes(stored, words, bits if in_words else 8)
 
 
