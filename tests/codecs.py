@@ -168,6 +168,13 @@ CASES = [
         (22, 26),
         constant_error=FP8_CENTROID,
     ),
+    CodecCase("qvg4_refined_1", CodecConfig("qvg4", centroids=16, refinement=1), (17, 20)),
+    CodecCase(
+        "quantwm_refined_4",
+        CodecConfig("quantwm", centroids=16, rank=0, centroid_format="fp8", refinement=4),
+        (35, 38),
+        constant_error=FP8_CENTROID,
+    ),
     CodecCase("quantwm", CodecConfig("quantwm", centroids=16), (12.3, 15)),
     CodecCase("quantwm_cold", CodecConfig("quantwm", centroids=16), (12, 14.5), is_warmed=False),
     CodecCase("quantwm_4bit", CodecConfig("quantwm", bits=4, centroids=16), (25.2, 28.2)),

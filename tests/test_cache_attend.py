@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from steadykv import ops
 from steadykv.cache import KVCache
-from steadykv.config import parse_method
+from steadykv.config import CacheConfig, CachePolicy, parse_method
 from steadykv.errors import ConfigError, NonFiniteError, PositionError, ShapeError
 from tests.cache_cases import (
     Allocations,
@@ -18,6 +19,7 @@ from tests.cache_cases import (
     chunks_of,
     in_layout,
     small,
+    small_codec,
 )
 from tests.codecs import CACHE_METHODS, DEVICES
 
@@ -87,6 +89,29 @@ def test_bf16_queries_and_tokens(method):
     # FP32 until the last cast.
     want = expected(cache, q, "BSHD")
     assert float((got.double() - want).abs().max()) <= 2**-8 * float(want.abs().max())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_kernels_attend_to_refined_and_faded_spans(device, poisoned_memory):
+    """Keys of four levels and values as trits, both with FP8 centroids."""
+    pytest.importorskip("triton")
+    options = {"group_size": 32, "centroid_format": "fp8", "refinement": 2}
+    config = CacheConfig(
+        small_codec("qvg4", **options),
+        small_codec("qvg", metadata="int8", packing="trits", **options),
+        CachePolicy(**POLICY, refined_spans=1),
+    )
+    cache, q = filled(config, batch=2, query_heads=4, dtype=torch.bfloat16, device=device)
+    for store in (cache[0].keys, cache[0].values):
+        packed = [s.payload for s in store.segments if s.payload is not None]
+        assert ["refinement" in p.tensors for p in packed] == [False] * (len(packed) - 1) + [True]
+        assert len(packed) > 1
+    want = expected(cache, q, "BSHD")
+    with ops.use_backend("triton"):
+        got = cache[0].attend(q)
+    assert error(got, want, cache) < 4 * 2**-8
+    packed[-1].tensors["refinement"].zero_()  # it is looked at
+    assert error(got, expected(cache, q, "BSHD"), cache) > 4 * 2**-8
 
 
 def test_queries_may_be_finer_than_the_cache():

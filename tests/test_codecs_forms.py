@@ -111,25 +111,57 @@ def test_stages_start_warm_from_all_of_the_span_before() -> None:
 def test_fp8_centroids_by_hand() -> None:
     means = torch.randn(2, 5, 24, generator=torch.Generator().manual_seed(0)) * 100
     means[0, 1], means[0, 2], means[1, 3] = 0.0, 1e-9, 3.4e38
-    stored, saturated = ops.quantize_centroids(means)
-    values = ops.centroid_values(stored)
+    stored, values, saturated = ops.quantize_centroids(means)
     assert stored["centroids"].dtype == torch.float8_e4m3fn
     assert saturated.tolist() == [0, 1]
     for head in range(2):
         for j in range(5):
-            peak = means[head, j].abs().max() / 448
-            scale = peak.clamp(max=65504).half()
+            peak = float(means[head, j].abs().max())
+            enough = [2.0**k for k in range(-24, 16) if peak <= 448 * 2.0**k]
+            scale = torch.tensor(enough[0] if enough else 2.0**15)
             assert stored["centroid_scale"][head, j] == scale
-            codes = torch.zeros(24)
-            if scale:
-                codes = (means[head, j] / scale.float()).clamp(-448, 448)
-            codes = codes.to(torch.float8_e4m3fn)
+            codes = (means[head, j] / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
             assert torch.equal(stored["centroids"][head, j].float(), codes.float())
-            assert torch.equal(values[head, j], scale.float() * codes.float())
+            assert torch.equal(values[head, j].float(), scale * codes.float())
+    assert values.dtype == torch.bfloat16
+    assert torch.equal(values.float(), ops.centroid_values(stored))
     good = means.abs().amax(-1) < 1e38
     off = (values - means).abs()[good]
     step = stored["centroid_scale"].float()[good][:, None] * 2**-10
-    assert (off <= torch.maximum(means[good].abs() * (2**-4 + 2**-10), step + 1e-8)).all()
+    assert (off <= torch.maximum(means[good].abs() * 2**-4, step)).all()
+
+
+def test_the_scale_of_fp8_centroids_at_its_borders() -> None:
+    """Of all powers of two in FP16, the one just large enough; then what is beyond the last."""
+    exponents = torch.arange(-26, 17)
+    least = 448 * torch.ldexp(torch.ones(43), exponents)
+    means = torch.stack([least, torch.nextafter(least, torch.tensor(torch.inf))])[..., None]
+    stored, values, saturated = ops.quantize_centroids(-means)
+    scale = torch.ldexp(torch.ones(43), exponents.clamp(-24, 15))
+    above = torch.ldexp(torch.ones(43), (exponents + 1).clamp(-24, 15))
+    assert torch.equal(stored["centroid_scale"].float(), torch.stack([scale, above]))
+    assert saturated.tolist() == [1, 2]  # 448·2^16, and 448·2^15 and a little, too
+    assert values.isfinite().all()
+    none = ops.quantize_centroids(torch.zeros(1, 1, 4))[1]
+    assert torch.equal(none, torch.zeros(1, 1, 4, dtype=torch.bfloat16))
+    huge = torch.tensor([[[torch.inf, -torch.inf, 1.0]]])
+    assert ops.quantize_centroids(huge)[1].tolist() == [[[448 * 2.0**15, -448 * 2.0**15, 0.0]]]
+
+
+def test_payloads_with_any_scale_of_fp8_centroids_are_read() -> None:
+    """Those of earlier releases: products of FP32 that BF16 would not hold."""
+    x = sample_tokens(1, 2, 60, 64)
+    payload = encode(x, config("qvg4", centroid_format="fp8"))
+    zero = encode(x, config("qvg4", centroid_format="fp8"))
+    scale = payload.tensors["centroid_scale"]
+    assert torch.equal(torch.frexp(scale.float()).mantissa, torch.full(scale.shape, 0.5))
+    scale.mul_(1.2345)
+    zero.tensors["centroids"].zero_()
+    table = payload.tensors["centroids"].float() * scale.float()[..., None]
+    assert not torch.equal(table, table.bfloat16().float())
+    ids = payload.tensors["ids"][0, :, 0].long()
+    expected = zero.decode(torch.float32)[0] + ops.gather_centroids(table[0, :, 0], ids)
+    assert torch.equal(payload.decode(torch.float32)[0], expected)
 
 
 @pytest.mark.parametrize("method", CLUSTERED)
@@ -161,10 +193,10 @@ def test_means_are_rounded_once() -> None:
     assert none is None
     assert means.dtype == torch.float32
     assert not torch.equal(means, means.bfloat16().float())
-    stored, _ = ops.quantize_centroids(means)
+    stored, _, _ = ops.quantize_centroids(means)
     for name, tensor in stored.items():
         assert torch.equal(payload.tensors[name][0, :, 0].float(), tensor.float())
-    rounded, _ = ops.quantize_centroids(means.bfloat16().float())
+    rounded, _, _ = ops.quantize_centroids(means.bfloat16().float())
     assert not torch.equal(rounded["centroids"].float(), stored["centroids"].float())
 
 

@@ -139,3 +139,22 @@ def test_the_same_bytes_on_every_run() -> None:
     alone = [ops.kmeans(x[n : n + 1], start[n : n + 1], 2, backend="triton") for n in range(12)]
     for part in range(2):
         assert torch.equal(torch.cat([run[part] for run in alone]), first[part])
+
+
+@pytest.mark.parametrize(("clusters", "width"), [(16, 64), (37, 80), (3, 20)])
+def test_eight_bits_of_a_mean_are_the_references(clusters: int, width: int) -> None:
+    """Also of zeros of either sign, of means below the least and beyond the largest scale."""
+    generator = torch.Generator().manual_seed(width)
+    means = torch.randn(2, clusters, width, generator=generator)
+    means *= torch.randint(-40, 24, (2, clusters, 1), generator=generator).float().exp2()
+    means[0, 0], means[0, 1], means[0, 2] = 0.0, -0.0, 3e38
+    means[1, 0, 0], means[1, 1] = torch.inf, torch.linspace(-448, 448, width)
+    means[1, 2] = torch.nextafter(torch.tensor(7.0 * 2**-20), torch.tensor(1.0))
+    made, values, lost = ops.quantize_centroids(means.to(DEVICE), backend="triton")
+    wanted, expected, counted = ops.quantize_centroids(means.to(DEVICE), backend="reference")
+    assert made.keys() == wanted.keys()
+    for found, right in ((values, expected), *zip(made.values(), wanted.values(), strict=True)):
+        assert (found.dtype, found.shape) == (right.dtype, right.shape)
+        assert torch.equal(found.view(torch.uint8), right.view(torch.uint8))
+    assert torch.equal(lost, counted)
+    assert (lost > 0).all()

@@ -38,7 +38,7 @@ def test_without_its_refinement_a_payload_is_the_plain_one(form: dict[str, Any])
     x = sample_tokens(2, 2, 97, 80)
     stats = sample_moment(x)
     plain = encode(x, codec(0, **form), stats=stats)
-    for bits in (2, 3, 4):
+    for bits in (1, 2, 3, 4):
         refined = encode(x, codec(bits, **form), stats=stats)
         assert refined.unrefined() == plain
         assert plain.unrefined() is plain
@@ -53,12 +53,12 @@ def test_every_bit_halves_the_error(form: dict[str, Any]) -> None:
     x = sample_tokens(1, 2, 192, 64)
     errors = [
         (encode(x, codec(bits, **form)).decode(torch.float64) - x.double()).square().mean().sqrt()
-        for bits in (2, 3, 4)
+        for bits in (1, 2, 3, 4)
     ]
     plain = encode(x, codec(0, **form)).decode(torch.float64)
     errors.insert(0, (plain - x.double()).square().mean().sqrt())
     # Of three levels most numbers round to 0, and lie closer to it than half a step.
-    assert errors[0] / errors[1] > (2.2 if "packing" in form else 3.0)
+    assert errors[0] / errors[2] > (2.2 if "packing" in form else 3.0)
     for before, after in pairwise(errors[1:]):
         assert before / after > 1.9
 
@@ -163,11 +163,11 @@ def test_what_is_read_follows_the_fading() -> None:
 def test_attention_over_packed_tokens_sees_the_refinement() -> None:
     cache = faded_cache(1)
     drive(cache, chunks_of([24] * 4))
-    q = torch.randn(1, 24, 2, 32).bfloat16()
+    q = torch.randn(1, 24, 2, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
     k, v = (x.transpose(1, 2).float() for x in cache[0].read())
     expected = torch.nn.functional.scaled_dot_product_attention(q.transpose(1, 2).float(), k, v)
     got = cache[0].attend(q).transpose(1, 2).float()
-    assert (got - expected).abs().max() < 0.02
+    assert (got - expected).abs().max() < 2**-9 * v.abs().max()  # results are BF16
 
 
 def test_the_policy_is_written_and_read() -> None:

@@ -62,7 +62,9 @@ def encode_workspace_nbytes(
         moments = _MOMENT_COPIES * 4 * rows * head_dim**2 if compensated else 0
         parts = codec.payload_nbytes(*shape, compensated) if rows < batch * heads else 0
         tables = KERNEL_TABLES * 4 * rows * min(codec.centroids, tokens) * head_dim
-        return int(method.kernel_copies * rows * row + tables + moments + parts)
+        # A byte for each part of a step, where those of a row end within a word of eight.
+        finer = rows * tokens * head_dim * bool(codec.refinement and head_dim % 8)
+        return int(method.kernel_copies * rows * row + finer + tables + moments + parts)
     rows = max(1, min(batch * heads, heads_per_pass(method, shape, device, kernels)))
     centroids = min(codec.centroids, tokens)
     largest = CPU_BLOCK_BYTES if device.type == "cpu" else GPU_BLOCK_BYTES

@@ -62,8 +62,7 @@ class QVGCodec(Codec):
         """See `Codec.has_kernels`."""
         config = self.config
         has_options = config.refit or config.reseed_empty or config.scale_search
-        is_plain = config.centroid_format == "bf16" and not config.refinement
-        return config.stages == 1 and is_plain and not has_options
+        return config.stages == 1 and not has_options
 
     @property
     def grid(self) -> str:
@@ -122,7 +121,6 @@ class QVGCodec(Codec):
             found.append(self.cluster(rows, inputs, stage))
         last = found[-1]
         tensors, lost = self.round(rows, last.values, last.ids)
-        self.refine(rows, last.values, last.ids, tensors)
         if config.refit:
             last.stored["centroids"] = self.refit(rows, tensors, last.ids, last.stored["centroids"])
         tensors["ids"] = _stacked([clusters.ids.to(self.id_dtype) for clusters in found])
@@ -158,8 +156,7 @@ class QVGCodec(Codec):
         )
         if is_bf16:
             return values, {"centroids": values}, 0, ids
-        stored, saturated = ops.quantize_centroids(values)
-        values = ops.centroid_values(stored)
+        stored, values, saturated = ops.quantize_centroids(values)
         return values, stored, saturated, ops.assign_centroids(x, values) if with_ids else None
 
     def round(self, x: Tensor, centroids: Tensor, ids: Tensor) -> tuple[dict[str, Tensor], Tensor]:
@@ -175,12 +172,13 @@ class QVGCodec(Codec):
             packing=config.packing,
             include_zero=config.include_zero,
             scale_search=config.scale_search,
+            refinement=config.refinement,
         )
 
     def refine(self, x: Tensor, centroids: Tensor, ids: Tensor, tensors: dict[str, Tensor]) -> None:
-        """Adds the refinement of the codes in `tensors`, where the configuration asks for it."""
+        """Adds the refinement of the codes in `tensors`, where it is wanted and not yet there."""
         config = self.config
-        if config.refinement:
+        if config.refinement and "refinement" not in tensors:
             tensors["refinement"] = ops.refine_clustered(
                 x,
                 centroids,

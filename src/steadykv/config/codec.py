@@ -59,7 +59,7 @@ _OWN_CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "bits": (2, 3, 4),
     "centroid_format": ("bf16", "fp8"),
-    "refinement": (0, 2, 3, 4),
+    "refinement": (0, 1, 2, 3, 4),
     "packing": ("bits", "trits"),
     "axis": ("channels", "tokens"),
     "metric": ("diagonal", "full", "none"),

@@ -51,7 +51,10 @@ def store_codes(
     TOKENS: tl.constexpr,
     BITS: tl.constexpr,
 ):
-    """Codes - FIRST of the even and odd channels, FP32: a byte each, or packed into int16."""
+    """Codes - FIRST of the even and odd channels, FP32: a byte each, or packed.
+
+    p_codes: bytes, for 2 and 4 bits int16.
+    """
     words = word_places(SIZE // 8, ALL, LANES)
     o_token, mask = tl.arange(0, TOKENS)[None, None, :, None], m_token[None, None, :, None]
     if ALL * SIZE != WIDTH:
@@ -63,14 +66,21 @@ def store_codes(
         at = (o_token * WIDTH)[:, :, :, :, None, None] + channel
         mask = mask[:, :, :, :, None, None] & (channel < WIDTH)
         tl.store(p_codes + row * WIDTH + at, code.to(tl.uint8), mask=mask)
+    elif BITS % 2 == 1:
+        ROW_BYTES: tl.constexpr = WIDTH * BITS // 8
+        word = _packed(even, odd, FIRST, BITS)
+        p_word = p_codes + row * ROW_BYTES + (o_token * ROW_BYTES + words * BITS)
+        for i in tl.static_range(BITS):
+            tl.store(p_word + i, (word >> (8 * i)).to(tl.uint8), mask=mask)
     else:
         ROW: tl.constexpr = WIDTH * BITS // 16
         at = o_token * ROW + words * (BITS // 2)
         if BITS == 2:
-            unit = _packed(even, odd, FIRST, BITS)
+            unit = _packed(even, odd, FIRST, BITS).to(tl.int16)
         else:  # two units of 16 bits in a word
             shape: tl.constexpr = [LANES, ALL, TOKENS, SIZE // 8 // LANES, 2, 2]
             unit = _packed(tl.reshape(even, shape), tl.reshape(odd, shape), FIRST, BITS)
+            unit = unit.to(tl.int16)
             at = at[:, :, :, :, None] + tl.arange(0, 2)[None, None, None, None, :]
             mask = mask[:, :, :, :, None]
         tl.store(p_codes + row * ROW + at, unit, mask=mask)
@@ -78,15 +88,20 @@ def store_codes(
 
 @triton.jit
 def _packed(even, odd, FIRST: tl.constexpr, BITS: tl.constexpr):
-    """int16 of the codes along the last axis, pairs of an even and an odd one."""
-    o_pair = tl.arange(0, 8 // BITS)
+    """int32, the lower bits of which are the codes along the last axis, pairs of even and odd."""
+    PAIRS: tl.constexpr = 2 if BITS == 4 else 4
+    o_pair = tl.arange(0, PAIRS)
     place = ((127 + 2 * BITS * o_pair) << 23).to(tl.float32, bitcast=True)  # 4^(BITS·pair)
-    place = tl.reshape(place, [1] * (len(even.shape) - 1) + [8 // BITS])
+    place = tl.reshape(place, [1] * (len(even.shape) - 1) + [PAIRS])
     axis: tl.constexpr = len(even.shape) - 1
     unit = tl.sum(even * place, axis) + (1 << BITS) * tl.sum(odd * place, axis)
-    # Added to 2^23, an integer is the low bits of the sum.
-    unit += 8388608.0 + FIRST * (65535 // ((1 << BITS) - 1))
-    return unit.to(tl.int32, bitcast=True).to(tl.int16)
+    # FIRST added to every code.
+    ADDED: tl.constexpr = FIRST * (((1 << (2 * PAIRS * BITS)) - 1) // ((1 << BITS) - 1))
+    if BITS == 3:
+        word = unit.to(tl.int32) + ADDED
+    else:  # added to 2^23, an integer is the low bits of the sum
+        word = (unit + (8388608.0 + ADDED)).to(tl.int32, bitcast=True)
+    return word
 
 
 @triton.jit

@@ -213,8 +213,10 @@ def _groups_decoder(
     )  # fmt: skip
 
     launch = _launch_of(groups_kernel, warps, payload, (*sizes[3:], tile_tokens))
-    is_whole = packing == "bits" and axis == "channels" and not levels and not refinement
-    pairs = _pairs_decoder(stored, width, grid, bits, group_size) if is_whole else None
+    pairs = None
+    if axis == "channels" and not levels and refinement in (0, 2):
+        is_trits, is_finer = packing == "trits", refinement > 0
+        pairs = _pairs_decoder(stored, width, grid, bits, group_size, is_trits, is_finer)
 
     def decode(part: Heads | None, out: Tensor, start: int, end: int) -> None:
         batch, heads, count, _ = out.shape
@@ -237,7 +239,13 @@ def _groups_decoder(
 
 
 def _pairs_decoder(
-    stored: Mapping[str, Tensor], width: int, grid: str, bits: int, group_size: int
+    stored: Mapping[str, Tensor],
+    width: int,
+    grid: str,
+    bits: int,
+    group_size: int,
+    is_trits: bool,
+    is_finer: bool,
 ) -> Callable[[int, Tensor, int], None] | None:
     """(first row, out, start): decodes to BF16 by pairs; None where the payload is another kind."""
     ids, centroids, basis = (stored.get(name) for name in ("ids", "centroids", "basis"))
@@ -245,25 +253,39 @@ def _pairs_decoder(
     rank = 0 if basis is None else basis.shape[-1]
     if bits != 2 or centroids is None or ids is None or ids.shape[2] > 1:
         return None
-    if not has_zeros and (grid != "symmetric" or rank):
+    is_bf16 = centroids.dtype == torch.bfloat16
+    if not is_bf16 and "centroid_scale" not in stored:
+        return None
+    if grid == "symmetric":  # in BF16 from the start
+        has_form = is_bf16 and not is_trits and not is_finer
+    else:
+        has_form = has_zeros or grid == "symmetric_int8"
+    if not has_form or (rank and not has_zeros):
         return None
     if rank > 16 or rank % 2 or any(n & (n - 1) or n < 32 for n in (width, group)):
         return None
-    views = [_words(stored["codes"], 2), _words(centroids, 4)]
+    views = [
+        stored["codes"] if is_trits else _words(stored["codes"], 2),
+        _words(centroids, 4 if is_bf16 else 2),
+    ]
+    if is_finer:
+        views += [_words(stored["refinement"], 2)]
     if rank:
         views += [_words(stored["basis"], 4), _words(stored["coef_codes"], 2)]
-    if centroids.dtype != torch.bfloat16 or any(view is None for view in views):
+    if any(view is None for view in views):
         return None
-    codes, pairs, *coefficients = views
+    codes, pairs, *others = views
+    finer = others.pop(0) if is_finer else None
     tokens = ids.shape[3]
     payload = (
-        codes, stored["scale_codes" if has_zeros else "scale"], stored.get("scale_base"),
-        stored["zeros"] if has_zeros else None, ids, pairs,
-        *(coefficients or (None, None)), stored.get("coef_scales"),
+        codes, finer, stored["scale" if grid == "symmetric" else "scale_codes"],
+        stored.get("scale_base"), stored["zeros"] if has_zeros else None, ids, pairs,
+        stored.get("centroid_scale"), *(others or (None, None)), stored.get("coef_scales"),
     )  # fmt: skip
     sizes = (
         centroids.shape[3], stored["zeros"].shape[2] if has_zeros else 0, width, group, rank,
-        INTERPRETED, min(COMPENSATED_SIDE if rank else PAIRS_SIDE, group // 8), PAIRS.tokens,
+        is_trits, INTERPRETED, min(COMPENSATED_SIDE if rank else PAIRS_SIDE, group // 8),
+        PAIRS.tokens,
     )  # fmt: skip
     launch = _launch_of(pairs_kernel, PAIRS.warps, payload, sizes[2:])
 
@@ -313,7 +335,7 @@ def _plain(tensor: Tensor) -> Tensor:
 
 def _code_words(codes: Tensor, width: int, bits: int, packing: str = "bits") -> Tensor:
     """Codes in words of eight where they are whole numbers, otherwise the bytes."""
-    if packing != "bits" or bits == 3 or width % 8 or codes.data_ptr() % bits:
+    if packing != "bits" or bits in (1, 3) or width % 8 or codes.data_ptr() % bits:
         return codes
     return codes.view(torch.int16 if bits == 2 else torch.int32)
 

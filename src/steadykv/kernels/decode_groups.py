@@ -106,13 +106,15 @@ def groups_kernel(
     else:
         zero = (1 << (BITS - 1)) - 1.0
     value = grid_steps(p_codes, zero, at, o_token, m_token, o_word, WIDTH, ROW, BITS, IS_TRITS)
-    if FINER > 0:  # the middle of the part of a step; all of these are exact
+    value *= scale
+    if FINER > 0:
+        # From the middle of a step to that of its part. Both products are exact, so that their sum
+        # is the rounded product of the reference, whether it is fused with one of them or not.
         LEVELS_FINER: tl.constexpr = 1 << FINER
         part = grid_steps(
             p_finer, 0.0, at, o_token, m_token, o_word, WIDTH, FINER_ROW, FINER, False
         )
-        value += (part + 0.5) * (1.0 / LEVELS_FINER) - 0.5
-    value *= scale
+        value += ((part + 0.5) * (1.0 / LEVELS_FINER) - 0.5) * scale
     if p_minimum is not None:
         value += stored_number(p_minimum + first_run * GROUPS, o_group, m_group, False)
     if STAGES > 0:

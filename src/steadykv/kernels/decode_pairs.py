@@ -19,11 +19,13 @@ __all__ = ["pairs_kernel"]
 def pairs_kernel(
     p_out,
     p_codes,
+    p_finer,
     p_scale,
     p_base,
     p_zeros,
     p_ids,
     p_centroids,
+    p_centroid_scale,
     p_basis,
     p_coef_codes,
     p_coef_scales,
@@ -39,14 +41,16 @@ def pairs_kernel(
     WIDTH: tl.constexpr,
     GROUP: tl.constexpr,
     RANK: tl.constexpr,
+    IS_TRITS: tl.constexpr,
     INTERPRET: tl.constexpr,
     SIDE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Tokens start..start + count, BLOCK_T or more, of the heads of the grid.
 
-    As `groups_kernel` for 2 bits, one stage and BF16 centroids, all as pairs in int32; strides are
-    counted in pairs. SIDE: words that lie side by side in a warp, of one group.
+    As `groups_kernel` for 2 bits, 2 bits of refinement, and one stage, BF16 as pairs in int32, E4M3
+    in int16; strides are counted in pairs. Without p_base, nothing but BF16 centroids. SIDE: words
+    that lie side by side in a warp, of one group.
 
     The tile is [SIDE, T / REST, REST, groups, words / SIDE of a group, 4 pairs]: Triton gives the
     lanes to the first axes first, so a warp stores SIDE·16 bytes of each of 32 / SIDE tokens at a
@@ -69,8 +73,11 @@ def pairs_kernel(
     ids = tl.load(p_ids + at + o_lane + o_rest).to(tl.int32)
     # One word a thread: longer runs would have to be exchanged.
     o_code = tl.max_contiguous(o_lane * (WIDTH // 8) + o_side, [1, 1, 1, 1, 1, 1])
-    p_word = p_codes + at * (WIDTH // 8) + o_code + o_rest * (WIDTH // 8) + o_run
-    word = tl.load(p_word).to(tl.int32) & 0xFFFF
+    o_word = o_rest * (WIDTH // 8) + o_run
+    if IS_TRITS:
+        word = _trits_word(p_codes, at, o_lane + o_rest, o_run + o_side, (WIDTH + 4) // 5)
+    else:
+        word = tl.load(p_codes + at * (WIDTH // 8) + o_code + o_word).to(tl.int32) & 0xFFFF
     p_mu = p_centroids + head * clusters * (WIDTH // 2) + (4 * o_side + o_pair)
     mu = tl.load(p_mu + ids * (WIDTH // 2) + 4 * o_run)
     o_scale = (o_lane + 0 * o_side) * GROUPS + o_group
@@ -92,17 +99,39 @@ def pairs_kernel(
         scale = scale.to(tl.float32) * tl.load(p_base + head).to(tl.float32)
         # Codes are put where they make 16 + code and 4 + code. Those times a scale of 19 bits are
         # exact in FP32, and so are the multiples that are taken off again with the zero point.
-        o_bit = ((start + first) * GROUPS + o_scale + o_rest * GROUPS) * 2
-        zero = tl.load(p_zeros + head * zeros_row + (o_bit >> 3)).to(tl.int32) << (19 - (o_bit & 6))
-        zero = cut(zero, 0x180000, 0x41800000, INTERPRET).to(tl.float32, bitcast=True)  # 16 + zero
-        offset_even = zero * scale
+        if p_zeros is None:
+            offset_even = 17.0 * scale
+        else:
+            o_bit = ((start + first) * GROUPS + o_scale + o_rest * GROUPS) * 2
+            zero = tl.load(p_zeros + head * zeros_row + (o_bit >> 3)).to(tl.int32)
+            zero = cut(zero << (19 - (o_bit & 6)), 0x180000, 0x41800000, INTERPRET)  # 16 + zero
+            offset_even = zero.to(tl.float32, bitcast=True) * scale
         offset_odd = offset_even - 12.0 * scale
-        even, odd = halves(mu)
-        codes = word << (19 - 4 * o_pair)
-        number = cut(codes, 0x180000, 0x41800000, INTERPRET).to(tl.float32, bitcast=True)
-        even += number * scale - offset_even
-        number = cut(codes, 0x600000, 0x40800000, INTERPRET).to(tl.float32, bitcast=True)
-        odd += number * scale - offset_odd
+        if IS_TRITS:
+            codes_even, codes_odd = _trits_codes(word, o_pair)
+        else:
+            codes_even = word << (19 - 4 * o_pair)
+            codes_odd = codes_even
+        even, odd = _sixteens(codes_even, codes_odd, INTERPRET)
+        even = even * scale - offset_even
+        odd = odd * scale - offset_odd
+        if p_finer is not None:
+            # (part - 1.5) / 4 of a step; the product is exact, so that the sum is rounded once.
+            finer = tl.load(p_finer + at * (WIDTH // 8) + o_code + o_word).to(tl.int32)
+            finer = (finer & 0xFFFF) << (19 - 4 * o_pair)
+            part_even, part_odd = _sixteens(finer, finer, INTERPRET)
+            even += (part_even - 17.5) * (0.25 * scale)
+            odd += (part_odd - 5.5) * (0.25 * scale)
+        if p_centroid_scale is None:
+            mu_even, mu_odd = halves(mu)
+            even += mu_even
+            odd += mu_odd
+        else:
+            # Products of 15 bits: exact, fused with the sum or not.
+            mu_scale = tl.load(p_centroid_scale + head * clusters + ids).to(tl.float32)
+            mu_even, mu_odd = _e4m3_halves(mu.to(tl.int32))
+            even += mu_even * mu_scale
+            odd += mu_odd * mu_scale
         if RANK > 0:
             low, high = _correction(
                 p_basis + head * (WIDTH * RANK // 2), p_coef_codes + at * (RANK // 2),
@@ -117,6 +146,48 @@ def pairs_kernel(
     s_row = tl.multiple_of(s_token.to(tl.int32), 8)
     p_lane = p_head + tl.multiple_of(out_head, 8) + (o_lane * s_row + (4 * o_side + o_pair))
     tl.store(p_lane + o_rest * s_row + 4 * o_run, value)
+
+
+@triton.jit
+def _sixteens(codes_even, codes_odd, INTERPRET: tl.constexpr):
+    """FP32 of 16 + the code in bits 19 and 20, and of 4 + the code in bits 21 and 22."""
+    even = cut(codes_even, 0x180000, 0x41800000, INTERPRET).to(tl.float32, bitcast=True)
+    odd = cut(codes_odd, 0x600000, 0x40800000, INTERPRET).to(tl.float32, bitcast=True)
+    return even, odd
+
+
+@triton.jit
+def _e4m3_halves(pair):
+    """FP32 of the lower and the upper of two E4M3 numbers in 16 bits, given sign-extended."""
+    # Of FP32 numbers 2^120 times too small, sign, exponent and mantissa; see `e4m3_value`.
+    even = ((pair << 24 >> 4) & -0x78100000).to(tl.float32, bitcast=True)
+    odd = ((pair << 12) & -0x78100000).to(tl.float32, bitcast=True)
+    return even * 1.329227995784916e36, odd * 1.329227995784916e36
+
+
+@triton.jit
+def _trits_word(p_codes, at, o_token, o_word, ROW: tl.constexpr):
+    """The trits of a word, the first one lowest, as a number; above them others may be."""
+    p_row = p_codes + at * ROW + o_token * ROW
+    # Of a word that ends with the row the third byte is not looked at: any that is there will do.
+    o_byte = 8 * o_word // 5
+    digits = tl.load(p_row + o_byte).to(tl.int32)
+    digits += 243 * tl.load(p_row + tl.minimum(o_byte + 1, ROW - 1)).to(tl.int32)
+    digits += 59049 * tl.load(p_row + tl.minimum(o_byte + 2, ROW - 1)).to(tl.int32)
+    first = 8 * o_word % 5  # the word begins at the first to the fifth trit of its first byte
+    inverse = tl.where(first < 3, tl.where(first == 1, 1431655766, 477218589), 159072863)
+    inverse = tl.where(first == 4, 53024288, inverse)  # 2^32 / 3^first, rounded up
+    return tl.where(first == 0, digits, tl.umulhi(digits, inverse))
+
+
+@triton.jit
+def _trits_codes(digits, o_pair):
+    """The even and the odd codes of a word, where `_sixteens` wants them."""
+    four = tl.where(o_pair < 2, digits % 81, digits // 81 % 81)
+    # Digit k is three times the fraction of n / 3^(k+1). In 2^-16, rounded up, it is exact.
+    even = (four * tl.where(o_pair % 2 == 0, 21846, 2428)) & 0xFFFF
+    odd = (four * tl.where(o_pair % 2 == 0, 7282, 810)) & 0xFFFF
+    return even * 24, odd * 96  # three times them, 3 and 5 bits up
 
 
 @triton.jit

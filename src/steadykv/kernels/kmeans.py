@@ -16,7 +16,6 @@ from torch import Tensor
 from ..reference.kmeans import (
     centroid_values,
     gather_rows,
-    quantize_centroids,
 )
 from ..reference.kmeans import kmeans as _kmeans
 from ..reference.kmeans import (
@@ -26,6 +25,7 @@ from ..reference.kmeans import (
     subtract_centroids as _subtract,
 )
 from .assign import nearest_kernel
+from .centroids import eight_bits_kernel
 from .launch import (
     Launch,
     blocks,
@@ -114,6 +114,24 @@ def cluster_means(x: Tensor, ids: Tensor, previous: Tensor) -> Tensor:
     means = _empty_means(previous)
     _update(x, ids.contiguous(), previous.contiguous(), means, _partial_sums(x, means))
     return means.exact
+
+
+def quantize_centroids(means: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
+    """See `steadykv.ops.kmeans`."""
+    heads, clusters, width = means.shape
+    means = means.contiguous()
+    codes = torch.empty(means.shape, dtype=torch.uint8, device=means.device)
+    scale = torch.empty(heads, clusters, dtype=torch.float16, device=means.device)
+    values = torch.empty(means.shape, dtype=torch.bfloat16, device=means.device)
+    lost = torch.zeros(heads, dtype=torch.int64, device=means.device)
+    constants = (clusters, width, tile_width(width), ROWS)
+    with on_device(means):
+        _eight_bits(
+            kind_of(means, constants=constants), (blocks(clusters, ROWS), heads, 1),
+            means, codes, scale, values, lost, *constants,
+        )  # fmt: skip
+    stored = {"centroids": codes.view(torch.float8_e4m3fn), "centroid_scale": scale}
+    return stored, values, lost
 
 
 def refit_centroids(x: Tensor, residual: Tensor, ids: Tensor, centroids: Tensor) -> Tensor:
@@ -273,3 +291,4 @@ _sums = Launch(sums_kernel, SUM_WARPS)
 _counts = Launch(counts_kernel, 4)
 _divide = Launch(divide_kernel, 4)
 _leave = Launch(_leave_kernel, 4)
+_eight_bits = Launch(eight_bits_kernel, 4)

@@ -57,7 +57,7 @@ def grid_steps(
         # Codes stay where they are in the word, as numbers times a power of two; those above the
         # mantissa are shifted down first. The word is joined with 2^23 before the codes are cut out
         # of it, for one instruction a code instead of two.
-        HALF: tl.constexpr = 8 if BITS == 2 else 4
+        HALF: tl.constexpr = 8 if BITS <= 2 else 4
         TOP: tl.constexpr = (1 << BITS) - 1
         place = (o_lane % HALF) * BITS
         below = (o_lane // HALF * HALF * BITS)[None, None, :]

@@ -75,16 +75,18 @@ def quantize_clustered(
     packing: str = "bits",
     include_zero: bool = True,
     scale_search: bool = False,
+    refinement: int = 0,
     backend: str | None = None,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """`group_quantize` of what the centroid of each token leaves, x - mu[id] in FP32.
 
     x: FP32 [N, S, D], or BF16 where `head_rows` gives that. centroids: BF16 or FP32 [N, C, D]. ids:
-    int64 [N, S]. The residual need not exist as a tensor.
+    int64 [N, S]. With `refinement` also `refinement`, what `refine_clustered` returns. The residual
+    need not exist as a tensor.
     """
     module = resolve("group_quantize", x.device, backend)
     return module.quantize_clustered(
-        x, centroids, ids, grid, bits, group_size, packing, include_zero, scale_search
+        x, centroids, ids, grid, bits, group_size, packing, include_zero, scale_search, refinement
     )
 
 
@@ -106,7 +108,8 @@ def refine_clustered(
     tensors: what `quantize_clustered` made of the same arguments, or any other codes on its grid.
     With v the value of a code and s its stored scale, the step [v - s/2, v + s/2] is cut into
     2^refinement equal parts; what lies outside, where a range was cut off or a scale rounded down,
-    gets the nearest part. A value is then s·(part + 1/2)/2^refinement - s/2 farther on.
+    gets the nearest part: floor((x - mu[id] - v)·w) + 2^refinement/2 with w = 2^refinement/s in
+    FP32. A value is then s·(part + 1/2)/2^refinement - s/2 farther on. 1 to 4 bits.
     Allocates codes, a byte each, and FP32 row blocks.
     """
     module = resolve("group_quantize", x.device, backend)

@@ -57,12 +57,15 @@ def assign_centroids(x: Tensor, centroids: Tensor, *, backend: str | None = None
 
 def quantize_centroids(
     means: Tensor, *, backend: str | None = None
-) -> tuple[dict[str, Tensor], Tensor]:
+) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """FP32 means [N, C, D] in 8 bits, with a scale for each.
 
-    Returns `centroids` E4M3 [N, C, D] and `centroid_scale` FP16 [N, C], the largest magnitude of a
-    mean over 448; and the number of scales that saturated, int64 [N]. Values are at most 2^-4 of
-    themselves off, or 2^-10 scales where they are small.
+    Returns `centroids` E4M3 [N, C, D] and `centroid_scale` FP16 [N, C], the least power of two, of
+    2^-24 to 2^15, with which the largest magnitude of a mean is at most 448 scales; the values of
+    these, BF16 [N, C, D], which hold them exactly; and the number of means that are beyond 448·2^15
+    and saturate, int64 [N]. Values are at most 2^-4 of themselves off, or 2^-10 scales where they
+    are small. E4M3 has as many bits at any exponent, so that a power of two costs nothing but
+    some of the numbers below 2^-14 of the largest.
     """
     return resolve("kmeans", means.device, backend).quantize_centroids(means)
 
@@ -70,7 +73,8 @@ def quantize_centroids(
 def centroid_values(tensors: Mapping[str, Tensor], *, backend: str | None = None) -> Tensor:
     """The centroids [..., C, D] that a payload stores: BF16 as they are, or new FP32 from E4M3.
 
-    tensors: `centroids`, and `centroid_scale` [..., C] for E4M3. The products are exact.
+    tensors: `centroids`, and `centroid_scale` [..., C] for E4M3, any FP16 numbers: payloads of
+    earlier releases have others than powers of two. The products are exact.
     """
     return resolve("kmeans", tensors["centroids"].device, backend).centroid_values(tensors)
 

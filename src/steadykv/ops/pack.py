@@ -21,7 +21,7 @@ def pack(codes: Tensor, bits: int, packing: str = "bits", *, backend: str | None
     """uint8 codes [..., L] below 2^bits -> uint8 [..., packed_length(L, bits, packing)].
 
     packing "bits": each row is a little-endian bit stream, the first code in the lowest bits of the
-    first byte; bits is 2, 3 or 4. packing "trits": codes below 3, five a byte, sum_k code_k·3^k
+    first byte; bits is 1 to 4. packing "trits": codes below 3, five a byte, sum_k code_k·3^k
     (1.6 bits a code); bits is not looked at. Codes beyond L are 0.
     """
     return resolve("pack", codes.device, backend).pack(codes, bits, packing)

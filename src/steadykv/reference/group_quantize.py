@@ -56,10 +56,11 @@ def quantize_clustered(
     packing: str = "bits",
     include_zero: bool = True,
     scale_search: bool = False,
+    refinement: int = 0,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """See `steadykv.ops.group_quantize`."""
     residual = subtract_centroids(x, centroids, ids)
-    return group_quantize(
+    tensors, saturated = group_quantize(
         residual,
         grid,
         bits,
@@ -68,6 +69,11 @@ def quantize_clustered(
         include_zero=include_zero,
         scale_search=scale_search,
     )
+    del residual  # as large as x; refining needs blocks of it only
+    if refinement:
+        given = (x, centroids, ids, tensors, grid, bits, group_size, refinement, packing)
+        tensors["refinement"] = refine_clustered(*given)
+    return tensors, saturated
 
 
 def group_dequantize(
@@ -126,11 +132,12 @@ def refine_clustered(
         left -= group_dequantize(
             tensors, grid, bits, group_size, width, rows.start, rows.stop, packing=packing
         )
-        divisor = _divisor(_scales_of(tensors, rows.start, rows.stop))
+        # A product a number instead of a quotient: next to a border it may take the other part.
+        parts = levels / _divisor(_scales_of(tensors, rows.start, rows.stop))
         for (part, at), (code, _) in zip(
             _groups(left, group_size, -1), _groups(codes[:, rows], group_size, -1), strict=True
         ):
-            steps = (part / divisor[:, :, at, None]).mul_(levels).floor_()
+            steps = (part * parts[:, :, at, None]).floor_()
             code.copy_(steps.add_(levels // 2).clamp_(0, levels - 1))
     return pack(codes, refinement)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from .blocks import FP16_MAX, divided, gather_rows, row_blocks, to_bfloat16, tree_sum
+from .blocks import gather_rows, row_blocks, to_bfloat16, tree_sum
 
 __all__ = [
     "assign",
@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 E4M3_MAX = 448.0
+SCALE_LEAST, SCALE_TOP = 2.0**-24, 2.0**15  # the powers of two that FP16 holds end here
 
 
 def kmeans(
@@ -55,14 +56,17 @@ def assign_centroids(x: Tensor, centroids: Tensor) -> Tensor:
     return assign(x.to(torch.bfloat16).float(), to_bfloat16(centroids))
 
 
-def quantize_centroids(means: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+def quantize_centroids(means: Tensor) -> tuple[dict[str, Tensor], Tensor, Tensor]:
     """See `steadykv.ops.kmeans`."""
-    wanted = divided(means.abs().amax(-1), E4M3_MAX)
-    scale = wanted.clamp(max=FP16_MAX).to(torch.float16)
-    divisor = torch.where(scale == 0, torch.inf, scale.float())
-    # A scale that was rounded down leaves its largest entry a little above the last code.
-    codes = (means / divisor[..., None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return {"centroids": codes, "centroid_scale": scale}, (wanted > FP16_MAX).sum(-1)
+    peak = means.abs().amax(-1)
+    # m·2^e with m from 1/2 to 1, and 448 = 7/8·2^9.
+    mantissa, exponent = torch.frexp(peak.clamp(E4M3_MAX * SCALE_LEAST, E4M3_MAX * SCALE_TOP))
+    exponent = exponent - 9 + (mantissa > 0.875)
+    scale = ((exponent + 127) << 23).view(torch.float32)  # 2^exponent; exp2 may round
+    codes = (means / scale[..., None]).clamp_(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+    values = (codes.float() * scale[..., None]).to(torch.bfloat16)  # exact
+    saturated = (peak > E4M3_MAX * SCALE_TOP).sum(-1)
+    return {"centroids": codes, "centroid_scale": scale.to(torch.float16)}, values, saturated
 
 
 def centroid_values(tensors: Mapping[str, Tensor]) -> Tensor:
