@@ -3,6 +3,7 @@
     python -m benchmarks.encode_kernels --methods qvg quantwm steady
 
 Keys and values of one layer of LongCat, [1, 32, 29640, 128], around 256 means. Needs a GPU.
+For times of whole calls beside each other, see `benchmarks.costs`.
 """
 
 from __future__ import annotations
@@ -15,18 +16,12 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from steadykv.codecs import QueryMoment, encode
-from steadykv.config import CodecConfig, preset
+from steadykv.config import CodecConfig, parse_method
 
-HEADS, TOKENS, WIDTH, MEANS, QUERIES = 32, 29640, 128, 256, 4680
+from .costs import QUERIES, SHAPES, sample
+
+HEADS, TOKENS, WIDTH = SHAPES["longcat"]
 CALLS = 3
-
-
-def sample(rng: torch.Generator) -> Tensor:
-    """BF16 [1, H, S, D]: one of 256 means a token, and noise of 0.4."""
-    means = torch.randn(HEADS, MEANS, WIDTH, device="cuda", generator=rng)
-    chosen = torch.randint(0, MEANS, (HEADS, TOKENS, 1), device="cuda", generator=rng)
-    noise = torch.randn(HEADS, TOKENS, WIDTH, device="cuda", generator=rng)
-    return (means.gather(1, chosen.expand(-1, -1, WIDTH)) + 0.4 * noise).bfloat16()[None]
 
 
 def kernel_times(x: Tensor, config: CodecConfig, moment: QueryMoment) -> dict[str, float]:
@@ -51,11 +46,11 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=["qvg", "quantwm", "steady"])
     given = parser.parse_args()
     rng = torch.Generator("cuda").manual_seed(0)
-    k, v = sample(rng), sample(rng)
+    k, v = (sample(HEADS, TOKENS, WIDTH, rng) for _ in range(2))
     moment = QueryMoment.empty(1, HEADS, WIDTH, device="cuda")
     moment.update(torch.randn(1, HEADS, QUERIES, WIDTH, device="cuda", generator=rng).bfloat16())
     for method in given.methods:
-        config = preset(method)
+        config = parse_method(method)
         for name, x, codec in (("keys", k, config.keys), ("values", v, config.values)):
             times = kernel_times(x, codec, moment)
             print(f"{method} {name}: {sum(times.values()):.3f} ms")

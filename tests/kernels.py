@@ -2,7 +2,16 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
+from torch import Tensor
+
+from steadykv import ops
+from steadykv.codecs import Payload, encode
+from steadykv.config import CodecConfig
+from steadykv.reference.decode import dense_coefficients
+from tests.codecs import sample_moment, sample_tokens
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -45,3 +54,64 @@ def score_bound(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     mu, tokens = centroids.double(), x.bfloat16().double()
     size = (mu * mu).sum(-1).amax(-1) + 2 * tokens.norm(dim=-1).amax(-1) * mu.norm(dim=-1).amax(-1)
     return (2 * x.shape[-1] * 2.0**-24 * size)[:, None]
+
+
+# --- decoding ---
+
+TRITS = CodecConfig(
+    "qvg", centroids=16, metadata="int8", packing="trits", centroid_format="fp8", refinement=2
+)
+
+
+def random_bytes(*shape: int, top: int = 256, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, top, shape, generator=generator, dtype=torch.uint8).to(DEVICE)
+
+
+@cache
+def packed(config: CodecConfig, shape: tuple[int, ...] = (2, 2, 37, 64)) -> Payload:
+    """A payload of `sample_tokens` on the device under test."""
+    x = sample_tokens(*shape)
+    return encode(x, config, stats=sample_moment(x)).to(DEVICE)
+
+
+def blank(shape: tuple[int, ...], dtype: torch.dtype, layout: str = "BHSD") -> Tensor:
+    """[B, H, S, D] full of NaN, in memory of that layout."""
+    batch, heads, tokens, width = shape
+    if layout == "BHSD":
+        return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
+    size = (batch, tokens, heads, width)
+    return torch.full(size, torch.nan, dtype=dtype, device=DEVICE).transpose(1, 2)
+
+
+def decoded(payload: Payload, backend: str, out: Tensor, start: int = 0) -> Tensor:
+    with ops.use_backend(backend):
+        return payload.decode(out=out, start=start, end=start + out.shape[2])
+
+
+def check(payload: Payload, out: Tensor, start: int = 0) -> None:
+    """`out` from the kernel is the reference's: bit by bit, or the sum of a correction apart."""
+    decoded(payload, "triton", out, start)
+    expected = blank(tuple(out.shape), out.dtype)
+    decoded(payload, "reference", expected, start)
+    if "basis" not in payload.tensors:
+        assert torch.equal(out, expected)
+        return
+    ulp = expected.float().abs() * torch.finfo(out.dtype).eps
+    exact = blank(tuple(out.shape), torch.float32)
+    bound = summation_bound(payload, decoded(payload, "reference", exact, start), start)
+    assert torch.all((out.float() - expected.float()).abs() <= bound + ulp * (ulp > bound))
+
+
+def summation_bound(payload: Payload, value: Tensor, start: int) -> Tensor:
+    """How far two FP32 sums of alpha·c·u, and of it and the rest, may be apart.
+
+    Matrix units cut off what a sum loses, up to 2^-22 of its largest part for each of at most 32.
+    """
+    tensors = payload.tensors
+    if "row_index" in tensors:
+        tensors = dense_coefficients(tensors)
+    rows = slice(start, start + value.shape[2])
+    codes, alpha = tensors["coef_codes"][:, :, rows], tensors["coef_scales"][:, :, rows]
+    parts = codes.float().abs() @ tensors["basis"].float().abs().transpose(-1, -2)
+    return 2.0**-17 * parts * alpha.float()[..., None] + 2.0**-22 * value.abs()

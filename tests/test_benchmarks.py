@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks import encode_cpu, oracle, paired, query_energy, warm_start
+from benchmarks import costs, encode_cpu, oracle, paired, query_energy, warm_start
 from steadykv.capture import Selection
 from steadykv.config import preset
 from steadykv.evaluation.world_capture import capture_world
@@ -69,6 +69,36 @@ def test_encode_cpu_refuses_what_it_cannot_measure(capsys: pytest.CaptureFixture
         with pytest.raises(SystemExit):
             encode_cpu.main(wrong)
         assert wrong[1] in capsys.readouterr().err
+
+
+def test_costs_are_told_beside_those_of_quantwm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.csv"
+    faded = "qvg4@centroid_format=fp8+refinement=2"
+    tiny = ["--device", "cpu", "--tiny", "--rounds", "2", "--calls", "1"]
+    costs.main([*tiny, "--methods", faded, "--csv", str(path)])
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    expected = [(work, method) for work in costs.WORKS for method in (faded, "quantwm")]
+    assert [(row["work"], row["method"]) for row in rows] == expected
+    for row in rows:
+        (baseline,) = (r for r in rows if r["work"] == row["work"] and r["method"] == "quantwm")
+        ratio = float(row["seconds"]) / float(baseline["seconds"])
+        assert float(row["ratio"]) == pytest.approx(ratio)
+        assert 0 < float(row["seconds_p20"]) <= float(row["seconds"]) <= float(row["seconds_p80"])
+        assert row["kernels"] == "False"
+    newest, older = (float(rows[0][f"error_{age}"]) for age in ("newest", "older"))
+    assert 0 < newest < 0.3 * older < 0.15
+    assert float(rows[0]["bits_newest"]) == pytest.approx(float(rows[0]["bits_older"]) + 2)
+    assert rows[1]["error_newest"] == rows[1]["error_older"]
+    assert float(rows[0]["seconds"]) > 0
+    printed = capsys.readouterr().out
+    assert f"{1e3 * float(rows[0]['seconds']):.4f}" in printed
+    for wrong, named in ((["--methods", "qgv"], "qgv"), (["--rounds", "0"], "expected 1 or more")):
+        with pytest.raises(SystemExit):
+            costs.main([*tiny, *wrong])
+        assert named in capsys.readouterr().err
 
 
 def test_the_peak_is_that_of_the_call() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import pytest
@@ -11,11 +10,11 @@ import torch
 from torch import Tensor
 
 from steadykv import ops
-from steadykv.codecs import Payload, encode
+from steadykv.codecs import Payload
 from steadykv.codecs.quantwm import sparse_coefficients
 from steadykv.config import CodecConfig
-from steadykv.reference.decode import dense_coefficients
-from tests.codecs import CASES, CodecCase, sample_moment, sample_tokens
+from tests.codecs import CASES, CodecCase, sample_tokens
+from tests.kernels import DEVICE, TRITS, blank, check, decoded, packed, random_bytes
 
 pytest.importorskip("triton")
 from steadykv.kernels import decode as kernels
@@ -24,7 +23,6 @@ from steadykv.kernels.decode_groups import groups_kernel
 from steadykv.kernels.decode_levels import levels_kernel, outliers_kernel
 from steadykv.kernels.decode_pairs import pairs_kernel
 
-DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Interpreted, a store to BF16 cuts the number off instead of rounding it.
 DTYPES = [torch.float32, torch.float16] + [torch.bfloat16] * (DEVICE == "cuda")
 PACKED = [case for case in CASES if not case.config.is_dense]
@@ -37,55 +35,6 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     for table in (kernels.TILES, kernels.COMPENSATED_TILES):
         for width in table:
             monkeypatch.setitem(table, width, Tile(16, 1))
-
-
-@cache
-def packed(config: CodecConfig, shape: tuple[int, ...] = (2, 2, 37, 64)) -> Payload:
-    """A payload of `sample_tokens` on the device under test."""
-    x = sample_tokens(*shape)
-    return encode(x, config, stats=sample_moment(x)).to(DEVICE)
-
-
-def blank(shape: tuple[int, ...], dtype: torch.dtype, layout: str = "BHSD") -> Tensor:
-    """[B, H, S, D] full of NaN, in memory of that layout."""
-    batch, heads, tokens, width = shape
-    if layout == "BHSD":
-        return torch.full(shape, torch.nan, dtype=dtype, device=DEVICE)
-    size = (batch, tokens, heads, width)
-    return torch.full(size, torch.nan, dtype=dtype, device=DEVICE).transpose(1, 2)
-
-
-def decoded(payload: Payload, backend: str, out: Tensor, start: int = 0) -> Tensor:
-    with ops.use_backend(backend):
-        return payload.decode(out=out, start=start, end=start + out.shape[2])
-
-
-def check(payload: Payload, out: Tensor, start: int = 0) -> None:
-    """`out` from the kernel is the reference's: bit by bit, or the sum of a correction apart."""
-    decoded(payload, "triton", out, start)
-    expected = blank(tuple(out.shape), out.dtype)
-    decoded(payload, "reference", expected, start)
-    if "basis" not in payload.tensors:
-        assert torch.equal(out, expected)
-        return
-    ulp = expected.float().abs() * torch.finfo(out.dtype).eps
-    exact = blank(tuple(out.shape), torch.float32)
-    bound = summation_bound(payload, decoded(payload, "reference", exact, start), start)
-    assert torch.all((out.float() - expected.float()).abs() <= bound + ulp * (ulp > bound))
-
-
-def summation_bound(payload: Payload, value: Tensor, start: int) -> Tensor:
-    """How far two FP32 sums of alpha·c·u, and of it and the rest, may be apart.
-
-    Matrix units cut off what a sum loses, up to 2^-22 of its largest part for each of at most 32.
-    """
-    tensors = payload.tensors
-    if "row_index" in tensors:
-        tensors = dense_coefficients(tensors)
-    rows = slice(start, start + value.shape[2])
-    codes, alpha = tensors["coef_codes"][:, :, rows], tensors["coef_scales"][:, :, rows]
-    parts = codes.float().abs() @ tensors["basis"].float().abs().transpose(-1, -2)
-    return 2.0**-17 * parts * alpha.float()[..., None] + 2.0**-22 * value.abs()
 
 
 @pytest.mark.parametrize("case", PACKED, ids=str)
@@ -126,132 +75,6 @@ def test_every_geometry_equals_its_reference(form: str, monkeypatch: pytest.Monk
         check(payload, blank((*shape[:2], end - start, shape[3]), torch.float16), start)
 
 
-TRITS = CodecConfig(
-    "qvg", centroids=16, metadata="int8", packing="trits", centroid_format="fp8", refinement=2
-)
-PAIRS: dict[str, tuple[CodecConfig, tuple[int, ...]]] = {
-    "symmetric": (CodecConfig("qvg", centroids=16), (2, 2, 37, 128)),
-    "symmetric_64_group_32": (CodecConfig("qvg", centroids=16, group_size=32), (1, 2, 37, 64)),
-    "symmetric_ids_of_16_bits": (CodecConfig("qvg", centroids=300), (1, 1, 301, 64)),
-    "zeros": (CodecConfig("qvg4", centroids=16), (2, 2, 37, 128)),
-    "zeros_256_group_256": (CodecConfig("qvg4", centroids=16, group_size=256), (1, 1, 37, 256)),
-    "rank_8": (CodecConfig("quantwm", centroids=16), (2, 2, 37, 128)),
-    "rank_2_of_64": (CodecConfig("quantwm", centroids=16, rank=2), (1, 2, 37, 64)),
-    "rank_14_of_256": (CodecConfig("quantwm", centroids=16, rank=14), (1, 1, 37, 256)),
-    "rank_16": (CodecConfig("quantwm", centroids=16, rank=16, group_size=32), (1, 2, 37, 128)),
-    "rank_8_fp8": (CodecConfig("quantwm", centroids=16, centroid_format="fp8"), (1, 2, 37, 64)),
-    "zeros_fp8": (CodecConfig("qvg4", centroids=16, centroid_format="fp8"), (2, 2, 37, 128)),
-    "zeros_refined": (
-        CodecConfig("qvg4", centroids=16, centroid_format="fp8", refinement=2),
-        (1, 2, 37, 128),
-    ),
-    "int8": (CodecConfig("qvg", centroids=16, metadata="int8", refinement=2), (1, 2, 37, 64)),
-    "trits": (replace(TRITS, refinement=0), (2, 2, 37, 128)),
-    "trits_refined": (TRITS, (1, 2, 37, 128)),
-    "trits_256_group_32": (replace(TRITS, group_size=32), (1, 1, 37, 256)),
-    "trits_32": (replace(TRITS, centroid_format="bf16"), (1, 2, 37, 32)),
-}
-
-
-@pytest.mark.parametrize("form", PAIRS)
-def test_pairs_of_bf16_equal_the_reference(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounded as on a GPU when interpreted, too: the numbers are stored as integers."""
-    config, shape = PAIRS[form]
-    payload = packed(config, shape)
-    # Nothing but pairs: the general kernel would fail.
-    monkeypatch.setattr(kernels, "groups_kernel", None)
-    for layout, start, end in (("BHSD", 0, 37), ("BSHD", 3, 19), ("BSHD", 5, 36)):
-        check(payload, blank((*shape[:2], end - start, shape[3]), torch.bfloat16, layout), start)
-
-
-def test_pairs_of_any_trit_and_fp8_centroid() -> None:
-    """Each byte of trits at each place, each E4M3 number; scales as files may have them."""
-    places = (torch.arange(243)[:, None] + torch.arange(26)) % 243
-    numbers = torch.tensor([n for n in range(256) if n & 0x7F != 0x7F], dtype=torch.uint8)
-    table = numbers[(torch.arange(256)[:, None] + torch.arange(128)) % 254].to(DEVICE)
-    scale = torch.logspace(-7.2, 4.8, 256).half().to(DEVICE)
-    shared = {
-        "ids": torch.arange(243, dtype=torch.uint8, device=DEVICE)[None, None, None],
-        "centroids": table[None, None, None].view(torch.float8_e4m3fn),
-        "centroid_scale": scale[None, None, None],
-        "scale_codes": random_bytes(1, 1, 243, 2),
-        "scale_base": torch.tensor([[3.3]], device=DEVICE, dtype=torch.float16),
-        "refinement": random_bytes(1, 1, 243, 32, seed=1),
-    }
-    trits = {"codes": places.to(torch.uint8)[None, None].to(DEVICE)}
-    zeros = {
-        "codes": random_bytes(1, 1, 243, 32, seed=2),
-        "zeros": random_bytes(1, 1, 122, seed=3),
-    }
-    for grid, packing, tensors in (
-        ("symmetric_int8", "trits", trits),
-        ("affine_zero", "bits", zeros),
-    ):
-        for refinement in (0, 2):
-            outs = [blank((1, 1, 243, 128), torch.bfloat16) for _ in range(2)]
-            for out, backend in zip(outs, ("triton", "reference"), strict=True):
-                ops.decode_clustered(
-                    {**shared, **tensors},
-                    out,
-                    grid,
-                    2,
-                    64,
-                    0,
-                    243,
-                    packing=packing,
-                    refinement=refinement,
-                    backend=backend,
-                )
-            assert torch.equal(*outs)
-
-
-@pytest.mark.parametrize("refinement", [1, 2, 3, 4])
-@pytest.mark.parametrize("width", [128, 20])
-def test_any_part_of_a_step(refinement: int, width: int) -> None:
-    """Random bytes for codes of four bits, whose steps and parts need more than FP32 together."""
-    payload = {
-        "codes": random_bytes(2, 1, 41, width // 2),
-        "refinement": random_bytes(2, 1, 41, -(-width * refinement // 8), seed=5),
-        "scale_codes": random_bytes(2, 1, 41, 1, seed=1),
-        "scale_base": torch.tensor([[0.0123], [3.3]], device=DEVICE, dtype=torch.float16),
-        "zeros": random_bytes(2, 1, 21, seed=2),
-        "ids": random_bytes(2, 1, 1, 41, top=16, seed=3),
-        "centroids": random_bytes(2, 1, 1, 16, width).bfloat16() / 3,
-    }
-    for start, end in ((0, 41), (13, 30)):
-        outs = [blank((2, 1, end - start, width), torch.float32) for _ in range(2)]
-        for out, backend in zip(outs, ("triton", "reference"), strict=True):
-            ops.decode_clustered(
-                payload, out, "affine_zero", 4, 128, start, end, refinement=refinement,
-                backend=backend,
-            )  # fmt: skip
-        assert torch.equal(*outs)
-
-
-def test_pairs_of_any_scale_code_and_zero_point() -> None:
-    """Every E4M3 scale, also below the least normal one; random bytes for the other grid."""
-    scale = torch.tensor([n for n in range(256) if n & 0x7F != 0x7F], dtype=torch.uint8)
-    tokens, shared = len(scale), {
-        "codes": random_bytes(1, 1, 254, 16),
-        "ids": random_bytes(1, 1, 1, 254, top=16, seed=1),
-        "centroids": random_bytes(1, 1, 1, 16, 64, seed=2).sub_(128).view(torch.int8).bfloat16(),
-    }  # fmt: skip
-    symmetric = {"scale": scale[None, None, :, None].to(DEVICE).view(torch.float8_e4m3fn)}
-    zeros = {
-        "scale_codes": random_bytes(1, 1, tokens, 2, seed=3),
-        "scale_base": torch.tensor([[0.01]], device=DEVICE, dtype=torch.float16),
-        "zeros": random_bytes(1, 1, tokens // 2, seed=4),
-    }
-    for grid, group_size, tensors in (("symmetric", 64, symmetric), ("affine_zero", 32, zeros)):
-        for start in (0, 1, 2, 3):
-            outs = [blank((1, 1, tokens - start, 64), torch.bfloat16) for _ in range(2)]
-            for out, backend in zip(outs, ("triton", "reference"), strict=True):
-                ops.decode_clustered(
-                    {**shared, **tensors}, out, grid, 2, group_size, start, tokens, backend=backend
-                )
-            assert torch.equal(*outs)
-
-
 @pytest.mark.parametrize("name", ["qvg", "kvquant"])
 def test_any_strides(name: str) -> None:
     payload = packed(CodecConfig(name, centroids=16) if name == "qvg" else CodecConfig(name))
@@ -281,11 +104,6 @@ def test_codes_at_an_odd_address(bits: int) -> None:
         moved = room[shift : shift + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
         tensors[name] = moved.copy_(tensor)
     check(replace(payload, tensors=tensors), blank(payload.shape, torch.float32))
-
-
-def random_bytes(*shape: int, top: int = 256, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, top, shape, generator=generator, dtype=torch.uint8).to(DEVICE)
 
 
 @pytest.mark.parametrize("width", [128, 64, 20])

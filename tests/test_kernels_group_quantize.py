@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from steadykv import ops
-from steadykv.codecs import QueryMoment, codec_for, encode
+from steadykv.codecs import QueryMoment, SpanKey, codec_for, encode
 from steadykv.config import CodecConfig, preset
+from tests.gpu_checks import check_compilations, check_repeatable
 from tests.kernels import (
     DEVICE,
     clustered_tokens,
@@ -239,3 +241,23 @@ def test_a_payload_keeps_no_more_than_its_bytes(method: str) -> None:
             storages = {t.untyped_storage().data_ptr(): t.untyped_storage() for t in kept}
             counted = {t.untyped_storage().data_ptr(): t.numel() * t.element_size() for t in kept}
             assert sum(s.nbytes() for s in storages.values()) == sum(counted.values())
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("codec", FADING[:2], ids=lambda codec: codec.method)
+def test_on_a_gpu_bytes_repeat_and_a_new_length_compiles_nothing(codec: CodecConfig) -> None:
+    codec = replace(codec, centroids=64)
+    x = clustered_tokens(12, 3001, 128)[None]
+
+    def call(tokens: int = 3001) -> list[torch.Tensor]:
+        part = x[:, :, :tokens].contiguous()
+        payload = encode(part, codec, span_key=SpanKey(span=1))
+        return [*payload.tensors.values(), *payload.flags.values()]
+
+    check_repeatable(call)
+    check_compilations(call, range(300, 3001, 177))
+    parts = [encode(x[:, n : n + 3], codec, span_key=SpanKey(span=1)) for n in range(0, 12, 3)]
+    whole = encode(x, codec, span_key=SpanKey(span=1))
+    for name, tensor in whole.tensors.items():
+        alone = torch.cat([part.tensors[name].view(torch.uint8) for part in parts], 1)
+        assert torch.equal(alone, tensor.view(torch.uint8)), name

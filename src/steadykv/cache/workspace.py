@@ -57,6 +57,9 @@ def encode_workspace_nbytes(
     row = 4 * tokens * head_dim
     method = codec_for(codec)
     kernels = in_kernels(method, device) if kernels is None else kernels
+    # FP8 centroids of the span before are decoded to start from.
+    warm = 4 * batch * heads * codec.stages * min(codec.centroids, tokens) * head_dim
+    warm *= bool(codec.warm_start) and codec.centroid_format == "fp8"
     if kernels:
         rows = min(batch * heads, heads_per_pass(method, shape, device, kernels))
         moments = _MOMENT_COPIES * 4 * rows * head_dim**2 if compensated else 0
@@ -64,7 +67,7 @@ def encode_workspace_nbytes(
         tables = KERNEL_TABLES * 4 * rows * min(codec.centroids, tokens) * head_dim
         # A byte for each part of a step, where those of a row end within a word of eight.
         finer = rows * tokens * head_dim * bool(codec.refinement and head_dim % 8)
-        return int(method.kernel_copies * rows * row + finer + tables + moments + parts)
+        return int(method.kernel_copies * rows * row + finer + tables + moments + parts + warm)
     rows = max(1, min(batch * heads, heads_per_pass(method, shape, device, kernels)))
     centroids = min(codec.centroids, tokens)
     largest = CPU_BLOCK_BYTES if device.type == "cpu" else GPU_BLOCK_BYTES
@@ -87,9 +90,6 @@ def encode_workspace_nbytes(
     clusters = "centroids" in METHODS[codec.method]
     # Several passes are joined at the end: the payload's parts and the whole live side by side.
     parts = codec.payload_nbytes(*shape, compensated) if rows < batch * heads else 0
-    # FP8 centroids of the span before are decoded to start from.
-    warm = 4 * batch * heads * codec.stages * centroids * head_dim
-    warm *= bool(codec.warm_start) and codec.centroid_format == "fp8"
     work = max(cleaning, rounding, clustering if clusters else 0)
     return int(work + moments + parts + warm)
 

@@ -1,0 +1,235 @@
+"""What packing and reading a layer costs beside `quantwm`: a table, and rows as CSV.
+
+    python -m benchmarks.costs --csv rows.csv                   # from the root of a checkout, a GPU
+    python -m benchmarks.costs --methods quantwm qvg4 --shapes wan
+    python -m benchmarks.costs --device cpu --tiny              # whether it runs
+
+Keys and values of one layer, spans of three latent chunks, 256 centroids. encode: one span, with
+query statistics where the method uses any. window: three spans into dense BF16, in the layout of a
+host, of which only the newest is refined, as a cache holds them. newest, older: one of these. The
+methods take turns, and `quantwm` is always among them; a time is the median over the rounds, by
+CUDA events around a few calls. error: of the keys and values that come back, relative.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from steadykv.codecs import Payload, QueryMoment, codec_for, encode
+from steadykv.codecs.encoder import in_kernels
+from steadykv.config import CacheConfig, parse_method
+from steadykv.errors import ConfigError
+from steadykv.evaluation.bench import machine_facts
+
+from .encode_cpu import append, spread
+
+METHODS = ("qvg", "quantwm", "steady")
+BASELINE = "quantwm"
+# Heads, tokens of a span, channels: Wan 1.3B, LongCat.
+SHAPES = {"wan": (12, 4680, 128), "longcat": (32, 29640, 128)}
+TINY = (2, 96, 32)
+MEANS, QUERIES, SPANS = 256, 4680, 3
+CALLS, ROUNDS = 3, 9
+WORKS = ("encode", "window", "newest", "older")
+
+Row = dict[str, Any]
+Call = Callable[[], object]
+
+
+def sample(heads: int, tokens: int, width: int, rng: torch.Generator) -> Tensor:
+    """BF16 [1, H, S, D]: one of 256 means a token, and noise of 0.4."""
+    named: Any = {"device": rng.device, "generator": rng}
+    means = torch.randn(heads, MEANS, width, **named)
+    chosen = torch.randint(0, MEANS, (heads, tokens, 1), **named)
+    noise = torch.randn(heads, tokens, width, **named)
+    return (means.gather(1, chosen.expand(-1, -1, width)) + 0.4 * noise).bfloat16()[None]
+
+
+class Pair(NamedTuple):
+    """Payloads of the same span."""
+
+    keys: Payload
+    values: Payload
+
+    def unrefined(self) -> Pair:
+        """As the cache keeps it when it is no longer new."""
+        return Pair(self.keys.unrefined(), self.values.unrefined())
+
+    def decode(self, out: Tensor) -> None:
+        """Into [2, 1, S, H, D]."""
+        for payload, dense in zip(self, out, strict=True):
+            payload.decode(out=dense.transpose(1, 2))
+
+
+class Work(NamedTuple):
+    """The calls of one method by `WORKS`, and what is said beside their times."""
+
+    calls: dict[str, Call]
+    facts: Row
+
+
+def works_of(config: CacheConfig, k: Tensor, v: Tensor, moment: QueryMoment, out: Tensor) -> Work:
+    """out: BF16 [2, SPANS, 1, S, H, D] for what is decoded."""
+
+    def packed() -> Pair:
+        stats = moment if config.keys.needs_queries else None
+        return Pair(encode(k, config.keys, stats=stats), encode(v, config.values))
+
+    newest = packed()
+    spans = [packed().unrefined() for _ in range(SPANS - 1)] + [newest]
+
+    def window() -> None:
+        for number, span in enumerate(spans):
+            span.decode(out[:, number])
+
+    calls: dict[str, Call] = {
+        "encode": packed,
+        "window": window,
+        "newest": lambda: newest.decode(out[:, 0]),
+        "older": lambda: spans[0].decode(out[:, 0]),
+    }
+    window()
+    dense = torch.stack((k, v)).transpose(2, 3).float()
+    errors = {
+        name: float((out[:, number].float() - dense).norm() / dense.norm())
+        for name, number in (("newest", SPANS - 1), ("older", 0))
+    }
+    kernels = [in_kernels(codec_for(codec), k.device) for codec in (config.keys, config.values)]
+    facts = {
+        "kernels": all(kernels),
+        **{f"bits_{name}": _bits(pair) for name, pair in (("newest", newest), ("older", spans[0]))},
+        **{f"error_{name}": error for name, error in errors.items()},
+        "keys": json.dumps(config.keys.to_dict()),
+        "values": json.dumps(config.values.to_dict()),
+    }
+    return Work(calls, facts)
+
+
+def _bits(pair: Pair) -> float:
+    return sum(payload.bits_per_element for payload in pair) / 2
+
+
+def seconds_of(call: Call, count: int, device: torch.device) -> float:
+    """Of one call, the mean of `count` of them."""
+    if device.type != "cuda":
+        begin = time.perf_counter()
+        for _ in range(count):
+            call()
+        return (time.perf_counter() - begin) / count
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    start.record()
+    for _ in range(count):
+        call()
+    end.record()
+    torch.cuda.synchronize(device)
+    return float(start.elapsed_time(end)) / 1e3 / count
+
+
+def measure(
+    name: str, shape: tuple[int, int, int], given: argparse.Namespace, device: torch.device
+) -> list[Row]:
+    """A row for each method and work at one shape."""
+    heads, tokens, width = shape
+    rng = torch.Generator(device).manual_seed(0)
+    k, v = (sample(*shape, rng) for _ in range(2))
+    moment = QueryMoment.empty(1, heads, width, device=device)
+    queries = torch.randn(1, heads, min(QUERIES, tokens), width, device=device, generator=rng)
+    moment.update(queries.bfloat16())
+    out = torch.empty(2, SPANS, 1, tokens, heads, width, dtype=torch.bfloat16, device=device)
+    methods = list(dict.fromkeys([*given.methods, BASELINE]))
+    changes = {"centroids": 8} if given.tiny else {}
+    works = {
+        method: works_of(parse_method(method, **changes), k, v, moment, out) for method in methods
+    }
+    times: dict[tuple[str, str], list[float]] = {(m, w): [] for m in methods for w in WORKS}
+    for number in range(given.rounds + 1):
+        for method in methods:
+            for work, call in works[method].calls.items():
+                seconds = seconds_of(call, given.calls, device)
+                if number:  # the first round loads and compiles
+                    times[method, work].append(seconds)
+    rows = []
+    for work in WORKS:
+        baseline = spread(times[BASELINE, work])[1]
+        for method in methods:
+            low, middle, high = spread(times[method, work])
+            rows.append(
+                {
+                    "work": work,
+                    "method": method,
+                    "shape": name,
+                    "heads": heads,
+                    "tokens": tokens,
+                    "head_dim": width,
+                    "spans": SPANS if work == "window" else 1,
+                    "rounds": given.rounds,
+                    "calls": given.calls,
+                    "seconds": middle,
+                    "seconds_p20": low,
+                    "seconds_p80": high,
+                    "baseline": BASELINE,
+                    "ratio": middle / baseline,
+                    **works[method].facts,
+                    **machine_facts(device),
+                }
+            )
+    return rows
+
+
+def table(rows: list[Row]) -> str:
+    """A line for each row."""
+    lines = [
+        f"{'shape':<9}{'work':<8}{'method':<12}{'ms':>10}{'p20–p80':>20}{'× ' + BASELINE:>12}"
+        f"{'bits':>8}{'error':>9}  kernels"
+    ]
+    for row in rows:
+        age = "older" if row["work"] in ("older", "window") else "newest"
+        low, high = (f"{1e3 * row[f'seconds_{end}']:.4f}" for end in ("p20", "p80"))
+        lines.append(
+            f"{row['shape']:<9}{row['work']:<8}{row['method']:<12}{1e3 * row['seconds']:>10.4f}"
+            f"{low + '–' + high:>20}{row['ratio']:>12.3f}{row[f'bits_{age}']:>8.3f}"
+            f"{row[f'error_{age}']:>9.4f}  {'yes' if row['kernels'] else 'no'}"
+        )
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Measures, prints the table, and appends the rows."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--methods", nargs="+", default=METHODS, metavar="METHOD")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=SHAPES)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--calls", type=int, default=CALLS)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--tiny", action="store_true", help="a tiny shape, to see whether it runs")
+    parser.add_argument("--csv", type=Path)
+    given = parser.parse_args(arguments)
+    for name in ("rounds", "calls"):
+        if getattr(given, name) < 1:
+            parser.error(f"--{name} is {getattr(given, name)}: expected 1 or more")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("no CUDA device: expected one, or --device cpu --tiny")
+    device = torch.device(given.device)
+    shapes = {"tiny": TINY} if given.tiny else {name: SHAPES[name] for name in given.shapes}
+    rows: list[Row] = []
+    try:
+        for name, shape in shapes.items():
+            rows += measure(name, shape, given, device)
+    except ConfigError as error:
+        parser.error(str(error))
+    print(table(rows))
+    if given.csv:
+        append(given.csv, rows)
+
+
+if __name__ == "__main__":
+    main()
