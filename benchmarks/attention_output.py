@@ -42,6 +42,7 @@ from steadykv.evaluation.shadows import DENOISING, Rotation, ShadowLayer, Shadow
 from steadykv.ops.precision import full_precision
 from steadykv.world import Episodes, WorldModel, load_episodes, load_world, rollout
 from steadykv.world.rope import rotation_of
+from steadykv.world.shipped import walks_of
 
 STORES = {"after_rope": "post", "before_rope": "pre"}
 PARTS = {"": 3, "_keys": 1, "_values": 2}
@@ -250,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--query-stride", type=int, default=13, help="13 meets all rows of patches")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     parser.add_argument("--batch", type=int, help="rollouts that run together")
-    parser.add_argument("--world", type=Path, help="weights of another world model")
+    parser.add_argument("--world", help="name of a shipped world, or weights of another one")
     parser.add_argument("--walks", type=Path, help="archive of other beginnings of walks")
     parser.add_argument("--out", type=Path, help="CSV file of the rows")
     given = parser.parse_args(arguments)
@@ -261,7 +262,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             )
     try:
         device = checked_device(given.device)
-        episodes = load_episodes(walk_numbers(given.first_walk, given.episodes), given.walks)
+        episodes = load_episodes(
+            walk_numbers(given.first_walk, given.episodes), walks_of(given.world, given.walks)
+        )
         world = load_world(given.world, device=device, dtype=network_dtype(device))
         shape = world.config
         check_frames(given.frames, shape.chunk_frames, episodes.actions.shape[1])
