@@ -31,7 +31,7 @@ from steadykv.evaluation.bench import machine_facts
 
 from .encode_cpu import append, spread
 
-METHODS = ("qvg", "quantwm", "refined")
+METHODS = ("qvg", "quantwm", "steady")
 BASELINE = "quantwm"
 # Heads, tokens of a span, channels: Wan 1.3B, LongCat.
 SHAPES = {"wan": (12, 4680, 128), "longcat": (32, 29640, 128)}

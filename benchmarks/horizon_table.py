@@ -13,14 +13,12 @@ where there are several.
 from __future__ import annotations
 
 import argparse
-import csv
-import gzip
-import io
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
 
+from benchmarks.files import csv_rows
 from steadykv.evaluation.bootstrap import bootstrap_interval
 
 REFERENCE = "bf16"
@@ -33,10 +31,8 @@ Curves = dict[str, dict[Key, dict[str, float]]]
 
 def read(path: Path) -> Curves:
     """The rows of a CSV file, gzipped or not."""
-    data = path.read_bytes()
-    text = (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
     curves: Curves = defaultdict(lambda: defaultdict(dict))
-    for row in csv.DictReader(io.StringIO(text)):
+    for row in csv_rows(path):
         key = row["method"], int(row["walk"]), int(row["seed"])
         curves[row["measure"]][key][row["part"]] = float(row["value"])
     return curves

@@ -11,11 +11,10 @@ the `rollouts.json` of a result folder, or its gzip.
 from __future__ import annotations
 
 import argparse
-import gzip
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.files import json_of
 from steadykv.evaluation.aggregate import RolloutRecord, paired_difference
 from steadykv.evaluation.protocol import FLOOR, FrameWindow
 from steadykv.evaluation.verdict import Judge
@@ -25,10 +24,8 @@ MEASURES = ("psnr", "flicker_error", "top1_shift")
 
 def read_rollouts(path: Path) -> dict[str, list[RolloutRecord]]:
     """The rollouts of every method."""
-    data = path.read_bytes()
-    rollouts = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
     found: dict[str, list[RolloutRecord]] = {}
-    for entry in rollouts:
+    for entry in json_of(path):
         lists = {name: tuple(v) for name, v in entry.items() if isinstance(v, list)}
         record = RolloutRecord(**(entry | lists))
         found.setdefault(record.method, []).append(record)

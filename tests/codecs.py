@@ -218,11 +218,6 @@ CASES = [
         (19.3, 21.7),
         constant_error=FP8_CENTROID,
     ),
-    CodecCase("steady", CodecConfig("steady", centroids=16), (13.1, 14.6)),
-    CodecCase("steady_cold", CodecConfig("steady", centroids=16), (12, 14.5), is_warmed=False),
-    CodecCase("steady_4bit", CodecConfig("steady", bits=4, centroids=16), (26.4, 27.7)),
-    CodecCase("steady_rank_0", CodecConfig("steady", centroids=16, rank=0), (12, 12.7)),
-    CodecCase("steady_damping_1", CodecConfig("steady", centroids=16, damping=1), (13.1, 14.6)),
 ]
 KEY = SpanKey(layer=3, tensor="key", span=2)
 

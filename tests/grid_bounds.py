@@ -58,7 +58,7 @@ def nonuniform_bound(x: Tensor, payload: Payload) -> Tensor:
 
 
 def grouped_bound(x: Tensor, payload: Payload) -> Tensor:
-    """Of groups, rounded plainly or with feedback, in the frame in which they are rounded."""
+    """Of groups, in the frame in which they are rounded."""
     config, tensors = payload.config, payload.tensors
     left, peak = x, x.new_zeros(())
     if payload.centroids is not None:
@@ -74,11 +74,7 @@ def grouped_bound(x: Tensor, payload: Payload) -> Tensor:
     sizes, base = (config.bits, config.group_size), tensors.get("scale_base")
     if config.axis == "tokens":
         return error_bound(left.mT, grid, *sizes).mT
-    bound = error_bound(left, grid, *sizes, base, config.include_zero) + peak
-    if base is not None and "feedback_active" in payload.flags:
-        moved = feedback_bound(left, *sizes, base, config.include_zero)
-        bound = torch.where(payload.flags["feedback_active"][..., None, None] > 0, moved, bound)
-    return bound
+    return error_bound(left, grid, *sizes, base, config.include_zero) + peak
 
 
 def error_bound(
@@ -99,20 +95,6 @@ def error_bound(
     bounds = [_group_bound(part, grid, bits, unit, include_zero) for part in x.split(size, -1)]
     parts = zip(bounds, x.split(size, -1), strict=True)
     return torch.cat([bound.expand_as(part) for bound, part in parts], -1) * (1 + 1e-5)
-
-
-def feedback_bound(
-    x: Tensor, bits: int, size: int, base: Tensor, include_zero: bool = True
-) -> Tensor:
-    """The same for grid "affine_zero" where feedback moves numbers before they are rounded: they
-    end somewhere on the grid, which reaches half a step beyond the group at most."""
-    unit = base.float()[..., None, None] + 2**-17
-    bounds = []
-    for part in x.split(size, -1):
-        span, beyond = _range(part, include_zero)
-        bound = span * (1 + 1 / (2 * (2**bits - 1))) + 2**bits * unit + beyond
-        bounds.append(bound.expand_as(part))
-    return torch.cat(bounds, -1) * (1 + 1e-5)
 
 
 def _range(part: Tensor, include_zero: bool) -> tuple[Tensor, Tensor]:

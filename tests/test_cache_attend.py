@@ -153,7 +153,7 @@ def attended(config, chunks) -> Tensor:
 
 
 def test_attend_changes_nothing():
-    cache, q = filled(small("steady:qvg4", **POLICY))
+    cache, q = filled(small("quantwm:qvg4", **POLICY))
     before, again = cache[0].read(), cache[0].attend(q)
     assert torch.equal(cache[0].attend(q), again)
     assert all(map(torch.equal, cache[0].read(), before))

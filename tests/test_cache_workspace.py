@@ -36,7 +36,7 @@ FORMS: list[dict[str, Any]] = [
     {"method": "quantwm", "metadata": "fp8", "centroid_format": "fp8", "centroids": 32},
     {"method": "qvg", "stages": 2, "refit": True, "reseed_empty": True, "centroids": 32},
     {"method": "qvg4", "scale_search": True, "refit": True, "centroids": 32},
-    {"method": "steady", "metric": "full", "centroid_format": "fp8", "centroids": 32},
+    {"method": "quantwm", "metric": "full", "centroid_format": "fp8", "centroids": 32},
 ]
 WORKSPACE_CASES += [CodecConfig(**fields) for fields in FORMS]
 

@@ -17,7 +17,7 @@ from steadykv.errors import ShapeError
 from .cache_cases import cache_for, chunks_of, drive, small_codec
 from .codecs import sample_moment, sample_tokens, sqnr
 
-CLUSTERED = ["qvg", "qvg4", "quantwm", "steady"]
+CLUSTERED = ["qvg", "qvg4", "quantwm"]
 
 
 @pytest.mark.parametrize("method", CLUSTERED)
@@ -82,7 +82,7 @@ def test_a_start_of_the_wrong_kind_is_refused_in_one_line() -> None:
     assert same == encode(x, config, warm=WarmStart(centroids.half().bfloat16(), ids))
 
 
-@pytest.mark.parametrize("method", ["qvg", "steady:qvg4"])
+@pytest.mark.parametrize("method", ["qvg", "quantwm:qvg4"])
 def test_a_cache_starts_spans_from_ids(method: str) -> None:
     """And what is kept for that counts, also when the span it came from has left the window."""
     names = method.split(":")

@@ -40,9 +40,9 @@ def encoded_bytes(config: CodecConfig, shape: tuple[int, int, int, int]) -> int:
         {"method": "quantwm", "centroids": 64, "candidates": 1, "rank": 0},
         {"method": "quantwm", "centroids": 64, "rank": 32, "group_size": 128},
         {"method": "quantwm", "centroids": 64, "rank": 1, "coef_layout": "auto"},
-        {"method": "steady", "centroids": 512, "rank": 32},
-        {"method": "steady", "centroids": 64, "candidates": 256, "rank": 2, "metric": "full"},
-        {"method": "steady", "centroids": 64, "rank": 200},
+        {"method": "quantwm", "centroids": 512, "rank": 32},
+        {"method": "quantwm", "centroids": 64, "candidates": 256, "rank": 2, "metric": "full"},
+        {"method": "quantwm", "centroids": 64, "rank": 200},
     ],
     ids=str,
 )
@@ -228,17 +228,14 @@ def test_a_searched_scale_lowers_the_error_of_every_group() -> None:
     assert sqnr(x, plain.decode()) + 0.3 < sqnr(x, searched.decode()) < sqnr(x, plain.decode()) + 3
 
 
-@pytest.mark.parametrize("method", ["quantwm", "steady"])
 @pytest.mark.parametrize("candidates", [1, 4])
-def test_without_a_metric_only_the_choice_of_centroids_forgets_the_queries(
-    method: str, candidates: int
-) -> None:
+def test_without_a_metric_only_the_choice_of_centroids_forgets_the_queries(candidates: int) -> None:
     """Ids are those of a cold start, and the correction is measured and stored as ever."""
     x = sample_tokens(1, 2, 200, 64)
     stats = sample_moment(x)
-    config = CodecConfig(method, centroids=16, metric="none", candidates=candidates)
+    config = CodecConfig("quantwm", centroids=16, metric="none", candidates=candidates)
     payload, cold = encode(x, config, stats=stats), encode(x, config)
-    weighted = encode(x, CodecConfig(method, centroids=16, candidates=candidates), stats=stats)
+    weighted = encode(x, CodecConfig("quantwm", centroids=16, candidates=candidates), stats=stats)
     assert torch.equal(payload.tensors["ids"], cold.tensors["ids"])
     assert torch.equal(payload.centroids, cold.centroids)  # type: ignore[arg-type]
     assert not torch.equal(payload.tensors["ids"], weighted.tensors["ids"])
@@ -247,13 +244,11 @@ def test_without_a_metric_only_the_choice_of_centroids_forgets_the_queries(
     assert payload.flags["psac_active"].tolist() == [[1, 1]]
     assert torch.equal(payload.tensors["basis"], weighted.tensors["basis"])
     assert payload.tensors["coef_codes"].any()
-    assert torch.equal(payload.tensors["codes"], cold.tensors["codes"]) is (method == "quantwm")
+    assert torch.equal(payload.tensors["codes"], cold.tensors["codes"])
     plain = ops.select_centroids(
         x[0].float(), payload.tensors["centroids"][0, :, 0], None, candidates, 64
     )
     assert torch.equal(payload.tensors["ids"][0, :, 0].long(), plain)
-    if method == "steady":
-        assert payload.flags["feedback_active"].tolist() == [[1, 1]]
 
 
 # --- all together ---------------------------------------------------------------------------------
@@ -263,9 +258,9 @@ OPTIONS = [
     {"method": "qvg", "warm_start": "ids", "reseed_empty": True, "refit": True},
     {"method": "qvg4", "include_zero": False, "scale_search": True, "refit": True},
     {"method": "quantwm", "metric": "full", "include_zero": False, "reseed_empty": True},
-    {"method": "steady", "metric": "full", "refit": True, "reseed_empty": True, "damping": 0.03},
-    {"method": "steady", "warm_start": "ids", "include_zero": False, "bits": 4, "rank": 0},
-    {"method": "steady", "metric": "none", "bits": 3, "centroid_format": "fp8"},
+    {"method": "quantwm", "metric": "full", "refit": True, "reseed_empty": True},
+    {"method": "quantwm", "warm_start": "ids", "include_zero": False, "bits": 4, "rank": 0},
+    {"method": "quantwm", "metric": "none", "bits": 3, "centroid_format": "fp8"},
     {"method": "qvg", "stages": 3, "refit": True, "reseed_empty": True, "packing": "trits"},
     {"method": "qvg", "stages": 2, "warm_start": "ids", "centroid_format": "fp8",
      "reseed_empty": True, "metadata": "int8"},

@@ -6,7 +6,12 @@ import numpy as np
 import pytest
 
 from steadykv.errors import ConfigError, NonFiniteError, ShapeError
-from steadykv.evaluation.bootstrap import bootstrap_interval, paired_interval, student_quantile
+from steadykv.evaluation.bootstrap import (
+    bootstrap_interval,
+    paired_interval,
+    ratio_interval,
+    student_quantile,
+)
 
 
 @pytest.mark.parametrize(
@@ -99,3 +104,36 @@ def test_bad_input_is_refused() -> None:
         bootstrap_interval(good, confidence=95)
     with pytest.raises(ConfigError, match="resamples"):
         bootstrap_interval(good, resamples=10)
+
+
+def test_a_ratio_is_of_means_and_draws_the_same_episodes_on_both_sides() -> None:
+    rng = np.random.default_rng(4)
+    size = np.exp(rng.normal(size=(20, 1)))  # walks differ far more than methods do
+    against = size * np.exp(0.05 * rng.normal(size=(20, 3)))
+    values = 0.6 * size * np.exp(0.05 * rng.normal(size=(20, 3)))
+    found = ratio_interval(values, against, resamples=4000)
+    assert float(found.mean) == pytest.approx(values.mean() / against.mean())
+    assert found.low < 0.6 < found.high
+    assert found.high - found.low < 0.06
+    # Resampled apart, the two sides would vary as the walks do.
+    assert bootstrap_interval(values).high / bootstrap_interval(against).low > 1.0
+    exact = ratio_interval(0.25 * against, against)
+    assert (exact.mean, exact.low, exact.high) == pytest.approx((0.25, 0.25, 0.25))
+    # To first order, (mean a)/(mean b) varies as the mean of (a - ratio b)/(mean b).
+    linear = bootstrap_interval((values - found.mean * against) / against.mean(), resamples=4000)
+    assert float(found.high - found.low) == pytest.approx(float(linear.high - linear.low), rel=0.1)
+
+
+def test_a_ratio_refuses_what_nothing_can_be_divided_by() -> None:
+    values = np.ones((8, 2))
+    with pytest.raises(NonFiniteError, match="above zero"):
+        ratio_interval(values, 0 * values)
+    one_side = values.copy()
+    one_side[1:] = 0  # some resample misses the one episode that is not zero
+    with pytest.raises(NonFiniteError, match="above zero"):
+        ratio_interval(values, one_side)
+    assert float(ratio_interval(one_side, values).low) == 0.0
+    with pytest.raises(ShapeError, match="same episodes"):
+        ratio_interval(values, values[:7])
+    with pytest.raises(ConfigError, match="resamples"):
+        ratio_interval(values, values, resamples=10)

@@ -49,8 +49,6 @@ SUPPORT = {
         "decode_levels",
         "decode_pairs",
         "eigen",
-        "factor",
-        "feedback_tiles",
         "grids",
         "launch",
         "means",

@@ -25,7 +25,6 @@ FORMS: list[dict[str, Any]] = [
     {"method": "qvg", "metadata": "int8", "packing": "trits"},
     {"method": "qvg", "metadata": "int8", "bits": 3},
     {"method": "quantwm", "rank": 0},
-    {"method": "steady", "rank": 0},
 ]
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 

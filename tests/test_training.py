@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 TRAINING = Path(__file__).parents[1] / "training"
-RECIPES = sorted(TRAINING.glob("version*.json"))
+RECIPES = sorted(TRAINING.glob("*.json"))
 
 
 def train(recipe: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -3,11 +3,12 @@
     python training/data.py --recipe training/version2.json --out /tmp/walks
 
 A walk begins at the map's own start, wanders unseen for up to `prelude` frames, and is then
-recorded for `steps` (held-out walks: for 723, so that a rollout can be steered for that long).
+recorded for `steps` (held-out walks for longer, so that a rollout can be steered for that long).
 One file holds the walks of one engine process: `frames` uint8 [N, H, W, 3] (RGB), `actions`
 uint8 [N] and `lengths` int64 [walks]; `actions[i]` is the bit mask of the buttons held between
-frame i-1 and frame i (bit 0 forward, 1 turn left, 2 turn right, 3 use). Held-out walks have seeds
-and files of their own, named `heldout-*`; training never reads those.
+frame i-1 and frame i (bit 0 forward, 1 turn left, 2 turn right, 3 use). Walks through random houses
+(the map "houses", see house_walks.py) have `poses` float32 [N, 3] too: x, y, angle in degrees.
+Held-out walks have seeds and files of their own, named `heldout-*`; training never reads those.
 
 The walker is steered by the depth buffer: it turns to the deeper side where the way ahead is short,
 turns at random now and then, and opens doors, so that it leaves rooms instead of staring at walls.
@@ -25,7 +26,7 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -47,27 +48,26 @@ MAPS = {
     "deathmatch": ("scenarios/deathmatch.wad", "map01"),
     "multi_deathmatch": ("scenarios/multi_deathmatch.wad", "map01"),
 }
-HELD_OUT_STEPS, HELD_OUT_FILES, HELD_OUT_WALKS_A_FILE = 723, 6, 11
+HOUSES = "houses"  # the name of random houses (houses.py) among a recipe's maps
+HELD_OUT_FILES, HELD_OUT_WALKS_A_FILE = 6, 11
 FRAMES_A_FILE = 2600
 
 
-def open_game(map_name: str, seed: int) -> vizdoom.DoomGame:
-    """Start one headless game without monsters; the player cannot die."""
+def new_game(base: str, wad: Path | None, level: str, seed: int) -> vizdoom.DoomGame:
+    """A headless game without monsters, not started yet.
+
+    `base` is one of the engine's own WADs, `wad` another that holds the map.
+    """
     import vizdoom
 
-    wad, level = MAPS[map_name]
-    root = Path(vizdoom.__file__).parent
     game = vizdoom.DoomGame()
-    if wad.startswith("scenarios/"):
-        game.set_doom_game_path(str(root / "freedoom2.wad"))
-        game.set_doom_scenario_path(str(root / wad))
-    else:
-        game.set_doom_game_path(str(root / wad))
+    game.set_doom_game_path(str(Path(vizdoom.__file__).parent / base))
+    if wad is not None:
+        game.set_doom_scenario_path(str(wad))
     game.set_doom_map(level)
     # much larger than the frames: averaging then leaves no aliasing, which nothing could predict
     game.set_screen_resolution(vizdoom.ScreenResolution.RES_320X240)
     game.set_screen_format(vizdoom.ScreenFormat.RGB24)
-    game.set_depth_buffer_enabled(True)
     for hide in HIDDEN:
         getattr(game, f"set_render_{hide}")(False)
     game.set_available_buttons(
@@ -84,6 +84,20 @@ def open_game(map_name: str, seed: int) -> vizdoom.DoomGame:
     game.set_episode_timeout(0)
     game.set_seed(seed)
     game.add_game_args("-nomonsters +sv_cheats 1")
+    return game
+
+
+def open_game(map_name: str, seed: int) -> vizdoom.DoomGame:
+    """Start a game on one of the MAPS; the player cannot die."""
+    import vizdoom
+
+    wad, level = MAPS[map_name]
+    if wad.startswith("scenarios/"):
+        path = Path(vizdoom.__file__).parent / wad
+        game = new_game("freedoom2.wad", path, level, seed)
+    else:
+        game = new_game(wad, None, level, seed)
+    game.set_depth_buffer_enabled(True)
     game.init()
     game.send_game_command("iddqd")
     return game
@@ -135,13 +149,19 @@ class File:
     prelude: int  # most frames walked before recording
     size: tuple[int, int]  # width and height of a frame
     held_out: bool
+    seed: int = 0  # the recipe's; it chooses houses
 
 
-def record_walk(game: vizdoom.DoomGame, seed: int, file: File) -> tuple[np.ndarray, np.ndarray]:
-    """One walk of up to `steps` frames; shorter if the map ends.
+class Walk(NamedTuple):
+    """frames uint8 [N,H,W,3], actions uint8 [N], poses float32 [N,3]: x, y, degrees, if known."""
 
-    Returns frames uint8 [N,H,W,3] and actions uint8 [N].
-    """
+    frames: np.ndarray
+    actions: np.ndarray
+    poses: np.ndarray | None = None
+
+
+def record_walk(game: vizdoom.DoomGame, seed: int, file: File) -> Walk:
+    """One walk of up to `steps` frames; shorter if the map ends."""
     import cv2
 
     rng = np.random.default_rng(seed)
@@ -160,11 +180,26 @@ def record_walk(game: vizdoom.DoomGame, seed: int, file: File) -> tuple[np.ndarr
         buttons = walker.act(state.depth_buffer)
         game.make_action([bool(buttons & b) for b in (FORWARD, LEFT, RIGHT, USE)], TICS_PER_FRAME)
     if not frames:
-        return np.empty((0, *file.size[::-1], 3), np.uint8), np.empty(0, np.uint8)
-    return np.stack(frames), np.array(actions, np.uint8)
+        return Walk(np.empty((0, *file.size[::-1], 3), np.uint8), np.empty(0, np.uint8))
+    return Walk(np.stack(frames), np.array(actions, np.uint8))
 
 
-def plan(recording: Recording, size: tuple[int, int]) -> list[File]:
+def record_maps(file: File, attempt: int) -> list[Walk]:
+    """The walks of a file through one of the MAPS."""
+    game = open_game(file.map_name, file.index)
+    walks: list[Walk] = []
+    seed = 10_000_019 * (attempt + 1) + 1000 * file.index + 5_000_000 * file.held_out
+    shortest = file.steps if file.held_out else min(60, file.steps)
+    while len(walks) < file.walks:
+        seed += 1
+        walk = record_walk(game, seed, file)
+        if len(walk.frames) >= shortest:  # a map may end early
+            walks.append(walk)
+    game.close()
+    return walks
+
+
+def plan(recording: Recording, size: tuple[int, int], seed: int) -> list[File]:
     """Every file of a data set, the held-out ones first; the maps take turns."""
     prelude, steps = recording.prelude, recording.steps
     each = max(1, FRAMES_A_FILE // steps)
@@ -173,12 +208,12 @@ def plan(recording: Recording, size: tuple[int, int]) -> list[File]:
         maps = enumerate(itertools.islice(itertools.cycle(recording.maps), count))
         held_out = kind == "heldout"
         return [
-            File(f"{kind}-{m}-{i:03d}", m, i, walks, length, prelude, size, held_out)
+            File(f"{kind}-{m}-{i:03d}", m, i, walks, length, prelude, size, held_out, seed)
             for i, m in maps
         ]
 
     return [
-        *files("heldout", HELD_OUT_FILES, HELD_OUT_WALKS_A_FILE, HELD_OUT_STEPS),
+        *files("heldout", HELD_OUT_FILES, HELD_OUT_WALKS_A_FILE, recording.held_out_steps),
         *files("train", recording.walks // each, each, steps),
     ]
 
@@ -192,25 +227,24 @@ def _work(files: list[File], out: Path, attempt: int) -> None:
         os.chdir(scratch)
         for file in files:
             signal.alarm(200)  # the default action ends the process; its parent starts another
-            game = open_game(file.map_name, file.index)
-            walks: list[tuple[np.ndarray, np.ndarray]] = []
-            seed = 10_000_019 * (attempt + 1) + 1000 * file.index + 5_000_000 * file.held_out
-            shortest = file.steps if file.held_out else min(60, file.steps)
-            while len(walks) < file.walks:
-                seed += 1
-                walk = record_walk(game, seed, file)
-                if len(walk[0]) >= shortest:  # a map may end early
-                    walks.append(walk)
-            game.close()
+            if file.map_name == HOUSES:
+                from house_walks import record_houses  # it imports this file
+
+                walks = record_houses(file)
+            else:
+                walks = record_maps(file, attempt)
             signal.alarm(0)
             temporary = out / f".{file.name}.npz"
+            arrays = {
+                "frames": np.concatenate([walk.frames for walk in walks]),
+                "actions": np.concatenate([walk.actions for walk in walks]),
+                "lengths": np.array([len(walk.frames) for walk in walks]),
+            }
+            poses = [walk.poses for walk in walks if walk.poses is not None]
+            if len(poses) == len(walks):
+                arrays["poses"] = np.concatenate(poses)
             with open(temporary, "wb") as handle:
-                np.savez(
-                    handle,
-                    frames=np.concatenate([frames for frames, _ in walks]),
-                    actions=np.concatenate([actions for _, actions in walks]),
-                    lengths=np.array([len(frames) for frames, _ in walks]),
-                )
+                np.savez(handle, **arrays)
             temporary.rename(out / f"{file.name}.npz")
 
 
@@ -253,7 +287,7 @@ def main() -> None:
         recording = dataclasses.replace(recording, walks=arguments.walks)
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    files = plan(recording, (recipe.world.image_width, recipe.world.image_height))
+    files = plan(recording, (recipe.world.image_width, recipe.world.image_height), recipe.seed)
     recorded = record_all(files, out, arguments.workers)
     (out / "DONE").write_text(f"{recorded} of {len(files)} files\n")
     if recorded < len(files):

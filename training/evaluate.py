@@ -22,14 +22,14 @@ import cv2
 import numpy as np
 import torch
 from checkpoint import load_any
-from data import HELD_OUT_STEPS, LEFT, RIGHT
+from data import LEFT, RIGHT
 from speed import own_cache, speed
 
 from steadykv.evaluation.metrics import frame_mse, psnr_from_mse
 from steadykv.world import Episodes, WorldModel, rollout
 from steadykv.world.episodes import save_episodes
 
-EPISODES, EPISODE_ACTIONS, EPISODE_FRAMES = 64, 723, 99
+EPISODES, EPISODE_FRAMES = 64, 99
 # (flow times or None for the model's own, commit time); one pass shows what history alone tells
 SWEEP: tuple[tuple[tuple[float, ...] | None, float], ...] = (
     ((0.0,), 0.9),
@@ -49,21 +49,27 @@ def held_out(folder: Path, offset: int) -> tuple[Episodes, torch.Tensor, torch.T
     for path in sorted(folder.glob("heldout-*.npz")):
         with np.load(path) as file:
             firsts = np.concatenate(([0], np.cumsum(file["lengths"])[:-1]))
-            frames, actions = file["frames"], file["actions"]
-        for number, first in enumerate(firsts):
-            part = slice(first + offset, first + HELD_OUT_STEPS)
+            frames, actions, lengths = file["frames"], file["actions"], file["lengths"]
+            poses = file.get("poses")
+        for number, (first, length) in enumerate(zip(firsts, lengths, strict=True)):
+            part = slice(first + offset, first + length)
             name = f"{path.stem.removeprefix('heldout-')}-{number:02d}"
-            # an offset walk repeats its first actions at the end
-            held = np.resize(actions[part], EPISODE_ACTIONS)
-            walks.append((name, frames[part][:EPISODE_FRAMES], held))
+            # an offset walk repeats its first actions (and poses) at the end
+            held = np.resize(actions[part], length)
+            stood = None if poses is None else np.resize(poses[part], (length, 3))
+            walks.append((name, frames[part][:EPISODE_FRAMES], held, stood))
             bank.append(frames[first : first + 130])
     every = np.concatenate(bank)
     walks.sort(key=lambda walk: walk[0][-2:])  # by number, so that the maps take turns
     picks = walks[:EPISODES]
-    true = torch.from_numpy(np.stack([frames for _, frames, _ in picks]))
-    actions = torch.from_numpy(np.stack([a for _, _, a in picks]))
+    names, seen, held_actions, stands = zip(*picks, strict=True)
+    true = torch.from_numpy(np.stack(seen))
+    held_poses = None if stands[0] is None else torch.from_numpy(np.stack(stands))
+    beginnings = Episodes(
+        true[:, :3].clone(), torch.from_numpy(np.stack(held_actions)), names, held_poses
+    )
     chosen = torch.from_numpy(every[np.linspace(0, len(every) - 1, 1000).round().astype(int)])
-    return Episodes(true[:, :3].clone(), actions, tuple(name for name, _, _ in picks)), true, chosen
+    return beginnings, true, chosen
 
 
 def horizontal_motion(video: np.ndarray) -> np.ndarray:

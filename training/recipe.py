@@ -31,6 +31,7 @@ class Recording:
     walks: int
     steps: int = 130  # recorded frames of a training walk
     prelude: int = 40  # most frames walked before recording
+    held_out_steps: int = 723  # recorded frames of a held-out walk
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Recipe:
     critic_penalty: float = 5.0  # see Judge.learn
     own_frames: int = 48  # length of the model's own rollouts
     own_every: int = 60  # steps after which they are made anew
+    seed: int = 0  # of the weights, noise, order of walks, and random houses
 
 
 def read_recipe(path: Path) -> Recipe:

@@ -212,9 +212,9 @@ class Course:
 
     def __init__(self, learner: Learner, recipe: Recipe, walks: Walks, process: Process):
         self.learner, self.recipe, self.walks = learner, recipe, walks
-        model = learner.model
-        self.generator = torch.Generator(process.device).manual_seed(1 + process.rank)
-        self.rng = np.random.default_rng(1 + process.rank)
+        model, seed = learner.model, 1000 * recipe.seed + 1 + process.rank
+        self.generator = torch.Generator(process.device).manual_seed(seed)
+        self.rng = np.random.default_rng(seed)
         self.judge: Judge | None = None
         self.own: OwnWalks | None = None
         if any(phase.sampled_share for phase in recipe.phases):
@@ -258,9 +258,9 @@ def train(course: Course, steps: list[Step], clock: Clock, journal: Journal | No
 def main() -> None:
     arguments = parse_arguments()
     process = start_process(arguments.device)
-    torch.manual_seed(0)
     torch.set_float32_matmul_precision("high")
     recipe = read_recipe(arguments.recipe)
+    torch.manual_seed(recipe.seed)
     if arguments.tiny:
         recipe = tiny(recipe)
     model = build_model(recipe, arguments.resume, process.device)

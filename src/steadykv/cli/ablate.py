@@ -85,8 +85,8 @@ def ablate(
                 options=options | {"key_rope": group.key_rope},
                 arguments=context.obj,
                 as_json=json,
-                world_file=world,
-                walks_file=walks,
+                world=world,
+                walks=walks,
             )
             result = session.run(advance)
             finished.append((session, result))

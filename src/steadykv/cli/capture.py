@@ -72,9 +72,10 @@ def capture(
         from steadykv.cli.session import check_frames, network_dtype
         from steadykv.evaluation.world_capture import capture_world
         from steadykv.world import load_episodes, load_world
+        from steadykv.world.shipped import walks_of
 
         selection = Selection(**chosen, queries=queries, seed=seed)
-        rows = load_episodes(walk_numbers(first_walk, episodes), walks)
+        rows = load_episodes(walk_numbers(first_walk, episodes), walks_of(world, walks))
         model = load_world(world, device=place, dtype=network_dtype(place))
         check_frames(frames, model.config.chunk_frames, rows.actions.shape[1])
         raise_on_interrupt()
@@ -89,7 +90,7 @@ def capture(
                 seed=seed,
                 span_chunks=span_chunks,
                 key_rope=key_rope.value,
-                weights="shipped" if world is None else world.name,
+                weights="shipped" if world is None else Path(world).name,
                 max_nbytes=limit,
                 on_plan=_say_plan,
                 on_chunk=lambda done, total: advance(done, total, "walking"),

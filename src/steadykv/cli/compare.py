@@ -160,8 +160,8 @@ def compare(
             options=options,
             arguments=typed,
             as_json=json,
-            world_file=world,
-            walks_file=walks,
+            world=world,
+            walks=walks,
             calibration=None if calibration is None else Calibration.load(calibration),
         )
         result = session.run(advance)

@@ -45,7 +45,7 @@ def demo(
     values: Values = None,
     frames: Frames = 48,
     episode: Annotated[
-        int | None, typer.Option(min=0, help=f"Number of the held-out walk (shipped: {EPISODE}).")
+        int | None, typer.Option(min=0, help=f"Number of the held-out walk (mazes: {EPISODE}).")
     ] = None,
     seed: Annotated[
         int | None, typer.Option(min=0, help=f"Seed of the noise, the same for all ({SEED}).")
@@ -68,10 +68,11 @@ def demo(
         place = checked_device(device)
         from steadykv.cli.session import Session, network_dtype
         from steadykv.evaluation.store import chosen_store
+        from steadykv.world.shipped import DEFAULT_WORLD
 
         shared = chosen_store(store)
 
-        shipped = world is None and walks is None
+        shipped = world in (None, DEFAULT_WORLD) and walks is None
         number = EPISODE * shipped if episode is None else episode
         noise = SEED if seed is None else seed
         session = Session(
@@ -88,8 +89,8 @@ def demo(
             options={"centroids": centroids},
             arguments=context.obj,
             as_json=json,
-            world_file=world,
-            walks_file=walks,
+            world=world,
+            walks=walks,
             remark=TYPICAL if shipped and (number, noise) == (EPISODE, SEED) else "",
         )
         result = session.run(advance)

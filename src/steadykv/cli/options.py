@@ -48,11 +48,12 @@ Out = Annotated[
     Path | None, typer.Option(help="New folder for the results (default: a dated one).")
 ]
 World = Annotated[
-    Path | None, typer.Option(help="Weights of another world model (default: the shipped one).")
+    str | None,
+    typer.Option(help="Name of a shipped world model, mazes (default) or rooms, or its weights."),
 ]
 Walks = Annotated[
     Path | None,
-    typer.Option(help="Archive of other beginnings of walks (default: the shipped ones)."),
+    typer.Option(help="Archive of other beginnings of walks (default: the shipped world's)."),
 ]
 CalibrationFile = Annotated[
     Path | None,

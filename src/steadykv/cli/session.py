@@ -47,8 +47,8 @@ class Session:
     as_json: bool
     store: Path | None = None
     resume: bool = False
-    world_file: Path | None = None  # None: the shipped ones
-    walks_file: Path | None = None
+    world: str | None = None  # a shipped world's name or a file; None: the default one
+    walks: Path | None = None  # None: those of the shipped world
     calibration: Calibration | None = None
     remark: str = ""  # about the one walk, if there is one
     videos: dict[str, Frames] = field(default_factory=dict, init=False)
@@ -82,9 +82,10 @@ class Session:
         from steadykv.config import CachePolicy
         from steadykv.evaluation.comparison import run_comparison
         from steadykv.world import load_episodes, load_world
+        from steadykv.world.shipped import walks_of
 
-        episodes = load_episodes(self.episodes, self.walks_file)
-        world = load_world(self.world_file, device=self.device, dtype=self.dtype)
+        episodes = load_episodes(self.episodes, walks_of(self.world, self.walks))
+        world = load_world(self.world, device=self.device, dtype=self.dtype)
         check_frames(self.frames, world.config.chunk_frames, episodes.actions.shape[1])
         raise_on_interrupt()
         policy = CachePolicy(

@@ -23,7 +23,6 @@ from .qvg import QVGCodec
 from .qvg4 import QVG4Codec
 from .rotation import rotate
 from .rtn import RTNCodec
-from .steady import SteadyCodec
 
 __all__ = [
     "CODECS",
@@ -51,7 +50,6 @@ CODECS: dict[str, type[Codec]] = {
     "qvg4": QVG4Codec,
     "quantwm": QuantWMCodec,
     "kvquant": KVQuantCodec,
-    "steady": SteadyCodec,
 }
 
 

@@ -54,8 +54,6 @@ FLAGS = {
     "weight_active": torch.uint8,
     "psac_active": torch.uint8,
     "psac_failed": torch.uint8,
-    "feedback_active": torch.uint8,
-    "feedback_failed": torch.uint8,
 }
 
 

@@ -36,8 +36,8 @@ class Payload:
     tensors: what is stored, by the names of the method; contiguous, [B, H, ...] first. These are
     the counted bytes.
     flags: [B, H] counters and switches that travel with the payload and are not counted:
-        `nonfinite` and `saturated` (int64 counts), for quantwm `weight_active`, `psac_active`,
-        `psac_failed`, and for steady also `feedback_active`, `feedback_failed` (uint8).
+        `nonfinite` and `saturated` (int64 counts), for quantwm also `weight_active`,
+        `psac_active` and `psac_failed` (uint8).
     """
 
     config: CodecConfig

@@ -74,7 +74,7 @@ class QuantWMCodec(QVG4Codec):
             include_zero=config.include_zero and self.grid == "affine_zero",
         )
         subspace = self.subspace(inputs, flags)
-        tensors, saturated = self.round_keys(x, centroids, ids, inputs, subspace, flags)
+        tensors, saturated = self.round(x, centroids, ids)
         self.refine(x, centroids, ids, tensors)
         lost: Tensor | int = 0
         if config.refit:
@@ -114,18 +114,6 @@ class QuantWMCodec(QVG4Codec):
             inputs.moment, inputs.count, rank
         )
         return vectors, values
-
-    def round_keys(
-        self,
-        x: Tensor,
-        centroids: Tensor,
-        ids: Tensor,
-        inputs: HeadInputs,
-        subspace: tuple[Tensor, Tensor] | None,
-        flags: dict[str, Tensor],
-    ) -> tuple[dict[str, Tensor], Tensor]:
-        """As `round`, for a method whose rounding depends on queries; it may set flags."""
-        return self.round(x, centroids, ids)
 
     def compensate(
         self,

@@ -17,9 +17,6 @@ _CLUSTERED = (
     "metadata", "centroid_format", "refinement",
 )  # fmt: skip
 _FOUR_LEVELS = (*_CLUSTERED, "include_zero")
-_QUERY_AWARE = (
-    *_FOUR_LEVELS, "candidates", "metric", "rank", "retain", "coef_layout", "first_span",
-)  # fmt: skip
 
 # Method -> the fields it reads. A field that a method does not read has to keep its default: a
 # setting that changes nothing would look like a result. (`bits` of bf16 is tolerated, so that one
@@ -31,8 +28,15 @@ METHODS: dict[str, tuple[str, ...]] = {
     "quarot": ("bits", "group_size", "clip_ratio", "dim_splits"),
     "qvg": (*_CLUSTERED, "stages", "packing"),
     "qvg4": (*_FOUR_LEVELS, "stages", "scale_search"),
-    "quantwm": _QUERY_AWARE,
-    "steady": (*_QUERY_AWARE, "damping"),
+    "quantwm": (
+        *_FOUR_LEVELS,
+        "candidates",
+        "metric",
+        "rank",
+        "retain",
+        "coef_layout",
+        "first_span",
+    ),
     "kvquant": (
         "bits",
         "axis",
@@ -50,7 +54,6 @@ _OWN_CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
     "qvg": {"metadata": ("fp8", "int8")},
     "qvg4": {"metadata": ("int8", "fp8")},
     "quantwm": {"metadata": ("int8", "fp8")},
-    "steady": {"metadata": ("int8",)},
 }
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
@@ -82,22 +85,10 @@ _RANGES: dict[str, tuple[int, int]] = {
 
 _SWITCHES = ("reseed_empty", "refit", "include_zero", "scale_search", "q_norm")
 
-# Inclusive bounds of numbers that may be fractions. Below a damping of 1e-3 the inverse of a moment
-# of one direction loses what FP32 eigenvectors can tell; above 1e3 nothing is fed back any more.
-_FRACTIONS: dict[str, tuple[float, float]] = {
-    "damping": (1e-3, 1e3),
-}
-
 
 def check_int(owner: str, name: str, value: Any, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise ConfigError(f"{owner}.{name} is {value!r}: expected an integer from {low} to {high}")
-
-
-def check_fraction(owner: str, name: str, value: Any, low: float, high: float) -> None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or not low <= value <= high:
-        raise ConfigError(f"{owner}.{name} is {value!r}: expected a number from {low} to {high}")
 
 
 def check_fields(cls: type, data: dict[str, Any]) -> dict[str, Any]:
@@ -144,12 +135,10 @@ class CodecConfig:
     coef_layout: "dense" (size known beforehand) or "auto" (the smaller of dense and sparse; syncs
     the host).
     first_span: "paper" (no query statistics in the first span) or "own" (those of its own passes).
-    damping: steady only; what is added to the diagonal of the feedback's moment, in units of its
-    mean. Less feeds back more of each error.
     grid: rtn only; "affine_min" (FP16 scale and minimum) or "symmetric" (E4M3 scale).
     metadata: what a group's scale is stored in, and beside it. qvg: "fp8" (E4M3) or "int8" (steps
     of one FP16 base a head). qvg4, quantwm: "int8" (with a zero point) or "fp8" (E4M3 scale and
-    minimum); steady: "int8". None takes the first.
+    minimum). None takes the first.
     packing: "bits", or "trits" (five codes a byte) for the three levels of a symmetric grid at 2
     bits.
     stages: k-means passes, each over what the ones before left.
@@ -186,7 +175,6 @@ class CodecConfig:
     retain: str = "row"
     coef_layout: str = "dense"
     first_span: str = "paper"
-    damping: float = 0.1
     seed: int = 0
     outlier_fraction: float = 0.01
     first_tokens: int = 0
@@ -213,8 +201,6 @@ class CodecConfig:
             self._check_choice(name, choices)
         for name, (low, high) in _RANGES.items():
             check_int("CodecConfig", name, getattr(self, name), low, high)
-        for name, bounds in _FRACTIONS.items():
-            check_fraction("CodecConfig", name, getattr(self, name), *bounds)
         if not isinstance(self.warm_start, bool) and self.warm_start != "ids":
             raise ConfigError(
                 f"CodecConfig.warm_start is {self.warm_start!r}: expected True, False or 'ids'"
@@ -353,4 +339,6 @@ class CodecConfig:
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> CodecConfig:
         """Inverse of `to_dict`; an unknown version or field is a ConfigError."""
+        if isinstance(data, dict):  # a field of feedback rounding, which is gone
+            data = {name: value for name, value in data.items() if name != "damping"}
         return cls(**check_fields(cls, data))

@@ -17,9 +17,11 @@ _KIVI_VALUES = {"method": "kivi", "group_size": 32, "axis": "channels"}
 _KVQUANT_KEYS = {"method": "kvquant", "axis": "tokens"}
 _KVQUANT_VALUES = {"method": "kvquant", "axis": "channels"}
 # Without a floor under its scales, which a part of a step would be added to.
-_REFINED = {"centroid_format": "fp8", "refinement": 2}
-_REFINED_VALUES = {"method": "qvg", "metadata": "int8", "packing": "trits", **_REFINED}
+_STEADY = {"centroid_format": "fp8", "refinement": 2}
+_STEADY_VALUES = {"method": "qvg", "metadata": "int8", "packing": "trits", **_STEADY}
 _CALIBRATED = {"levels": "calibrated"}
+# The one field of a policy that belongs to a method; all others belong to the host that runs it.
+_POLICY_FIELD = "refined_spans"
 
 # name -> (fields of the key codec, fields of the value codec, fields of the policy)
 PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
@@ -33,8 +35,7 @@ PRESETS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "qvg_pro": (_QVG_PRO, _QVG_PRO, {}),
     "qvg4": ({"method": "qvg4"}, {"method": "qvg4"}, {}),
     "quantwm": ({"method": "quantwm"}, {"method": "qvg4"}, {}),
-    "steady": ({"method": "steady"}, {"method": "qvg4"}, {}),
-    "refined": ({"method": "qvg4", **_REFINED}, _REFINED_VALUES, {}),
+    "steady": ({"method": "qvg4", **_STEADY}, _STEADY_VALUES, {}),
     "kvquant": (_KVQUANT_KEYS, _KVQUANT_VALUES, {}),
     "kvquant_calibrated": (_KVQUANT_KEYS | _CALIBRATED, _KVQUANT_VALUES | _CALIBRATED, {}),
 }
@@ -56,21 +57,33 @@ def parse_method(text: str, /, **defaults: Any) -> CacheConfig:
 
     "quantwm:bf16" packs the keys only. Either side may change fields after an "@", as in
     "quantwm@rank=4+candidates=1" or "qvg@group_size=32:bf16"; widths are joined by "x", as in
-    "quarot@dim_splits=64x64". `defaults` are codec fields that are set first, wherever a codec
-    reads them. The result is named `text`.
-    Raises ConfigError for an unknown preset or field, a value that does not fit, and two policies.
+    "quarot@dim_splits=64x64". One field of the policy can be given as well, on either side and for
+    both: "qvg@metadata=int8+refinement=2+refined_spans=2". `defaults` are codec fields that are set
+    first, wherever a codec reads them. The result is named `text`.
+    Raises ConfigError for an unknown preset or field, a value that does not fit or changes nothing,
+    and two policies.
     """
     keys_text, colon, values_text = text.strip().partition(":")
     if not colon:
-        return _side(keys_text, defaults, ("keys", "values")).replace(name=text.strip())
-    keys, values = _side(keys_text, defaults, ("keys",)), _side(values_text, defaults, ("values",))
-    policies = {c.policy for c in (keys, values)} - {CachePolicy()}
-    if len(policies) > 1:
-        raise ConfigError(
-            f"{text!r} joins two policies: build a CacheConfig and choose one of them"
+        config = _side(keys_text, defaults, ("keys", "values")).replace(name=text.strip())
+    else:
+        keys, values = (
+            _side(side, defaults, (used,))
+            for side, used in ((keys_text, "keys"), (values_text, "values"))
         )
-    policy = policies.pop() if policies else CachePolicy()
-    return CacheConfig(keys.keys, values.values, policy, text.strip())
+        policies = {c.policy for c in (keys, values)} - {CachePolicy()}
+        if len(policies) > 1 or (text.count(_POLICY_FIELD) > 1 and keys.policy != values.policy):
+            raise ConfigError(
+                f"{text!r} joins two policies: build a CacheConfig and choose one of them"
+            )
+        policy = policies.pop() if policies else CachePolicy()
+        config = CacheConfig(keys.keys, values.values, policy, text.strip())
+    if _POLICY_FIELD in text and not (config.keys.refinement or config.values.refinement):
+        raise ConfigError(
+            f"{text!r}: {_POLICY_FIELD} changes nothing, because no number is refined: expected it "
+            "with refinement=2 or more"
+        )
+    return config
 
 
 def _side(text: str, defaults: dict[str, Any], used: tuple[str, ...]) -> CacheConfig:
@@ -90,6 +103,7 @@ def _side(text: str, defaults: dict[str, Any], used: tuple[str, ...]) -> CacheCo
                 "separate several with '+'"
             )
         read = {name for side in used for name in METHODS[getattr(config, side).method]}
+        read.add(_POLICY_FIELD)
         if field not in read:
             known = ", ".join(sorted(read))
             raise ConfigError(f"{text!r}: got {field!r}, expected a field read here: {known}")

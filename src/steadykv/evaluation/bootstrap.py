@@ -87,19 +87,30 @@ def bootstrap_interval(
     outside 0..1, under 100 resamples).
     """
     table = _checked(values)
+    _check_options(confidence, resamples)
+    by_episode = table.mean(axis=1)
+    episodes = by_episode.shape[0]
+    flat = by_episode.reshape(episodes, -1)
+    low, high = _bounds(_shares(episodes, resamples, seed) @ flat, episodes, confidence)
+    shape = by_episode.shape[1:]
+    return Interval(flat.mean(axis=0).reshape(shape), low.reshape(shape), high.reshape(shape))
+
+
+def _check_options(confidence: float, resamples: int) -> None:
     if not 0.0 < confidence < 1.0:
         raise ConfigError(f"confidence is {confidence}; expected a number between 0 and 1")
     if resamples < 100:
         raise ConfigError(f"resamples is {resamples}; expected at least 100")
-    by_episode = table.mean(axis=1)
-    episodes = by_episode.shape[0]
-    flat = by_episode.reshape(episodes, -1)
-    means = _shares(episodes, resamples, seed) @ flat
+
+
+def _bounds(
+    resampled: NDArray[np.float64], episodes: int, confidence: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Expanded percentiles of what each resample gave, [resamples, ...]."""
     quantile = student_quantile(0.5 + confidence / 2, episodes - 1)
     tail = NormalDist().cdf(-((episodes / (episodes - 1)) ** 0.5) * quantile)
-    low, high = np.quantile(means, [tail, 1.0 - tail], axis=0)
-    shape = by_episode.shape[1:]
-    return Interval(flat.mean(axis=0).reshape(shape), low.reshape(shape), high.reshape(shape))
+    low, high = np.quantile(resampled, [tail, 1.0 - tail], axis=0)
+    return low, high
 
 
 def paired_interval(values: ArrayLike, against: ArrayLike, **options: Any) -> Interval:
@@ -109,9 +120,45 @@ def paired_interval(values: ArrayLike, against: ArrayLike, **options: Any) -> In
     are those of :func:`bootstrap_interval`. Raises ShapeError when the shapes differ.
     """
     first, second = _checked(values), _checked(against)
+    _check_pair(first, second)
+    return bootstrap_interval(first - second, **options)
+
+
+def ratio_interval(
+    values: ArrayLike,
+    against: ArrayLike,
+    *,
+    confidence: float = 0.95,
+    resamples: int = 2000,
+    seed: int = 0,
+) -> Interval:
+    """Ratio of means, ``values`` over ``against``, and its interval; ``mean`` holds the ratio.
+
+    Both are [episodes, seeds, ...] over the same episodes and seeds in the same order, and every
+    resample takes the same episodes on both sides. Otherwise as :func:`bootstrap_interval`, whose
+    errors it raises; ShapeError when the shapes differ, and NonFiniteError where a resampled mean
+    of ``against`` is not above zero.
+    """
+    tables = _checked(values), _checked(against)
+    _check_options(confidence, resamples)
+    _check_pair(*tables)
+    above, below = (table.mean(axis=1) for table in tables)
+    episodes, shape = above.shape[0], above.shape[1:]
+    shares = _shares(episodes, resamples, seed)
+    parts = shares @ above.reshape(episodes, -1), shares @ below.reshape(episodes, -1)
+    if not (parts[1] > 0).all() or not (below.mean(axis=0) > 0).all():
+        raise NonFiniteError(
+            f"a mean of against is {parts[1].min()}; expected numbers above zero to divide by: "
+            "report a difference instead"
+        )
+    low, high = _bounds(parts[0] / parts[1], episodes, confidence)
+    ratio = above.mean(axis=0) / below.mean(axis=0)
+    return Interval(ratio, low.reshape(shape), high.reshape(shape))
+
+
+def _check_pair(first: NDArray[np.float64], second: NDArray[np.float64]) -> None:
     if first.shape != second.shape:
         raise ShapeError(
             f"values has shape {first.shape}, against {second.shape}; "
             "expected the same episodes and seeds for both"
         )
-    return bootstrap_interval(first - second, **options)

@@ -14,14 +14,15 @@ from typing import Any
 
 import torch
 
-from steadykv.cache import KVCache, Ledger
+from steadykv.cache import KVCache
 from steadykv.codecs import Calibration
 from steadykv.config import CacheConfig, CodecConfig, preset
 from steadykv.errors import ConfigError
 from steadykv.evaluation.protocol import ShiftOptions
 from steadykv.evaluation.results import SCHEMA_VERSION
+from steadykv.evaluation.shadows import CLEAN, DENOISING, Rotation, ShadowProbe
 from steadykv.evaluation.shift_example import ExampleRecorder
-from steadykv.evaluation.shift_layer import CLEAN, DENOISING, ProbeLayer, Rotation
+from steadykv.evaluation.shift_layer import ProbeLayer
 
 CONTRAST_BY_DEFAULT = {"moving": "qvg", "steady": "quantwm"}
 
@@ -68,7 +69,7 @@ class TokenShift:
         return asdict(self)
 
 
-class ShiftProbe:
+class ShiftProbe(ShadowProbe[ProbeLayer]):
     """A cache for the model to use; `result()` gives every method's shift afterwards.
 
     methods: name -> configuration. Methods with the same key codec and policy share one shadow, and
@@ -117,8 +118,8 @@ class ShiftProbe:
             )
 
         self.options = options
-        self.reference = cache(preset("bf16") if reference is None else reference)
-        self.shadows: dict[str, KVCache] = {}
+        answering = cache(preset("bf16") if reference is None else reference)
+        shadows: dict[str, KVCache] = {}
         self.shadow_of: dict[str, str | None] = {}
         by_codec: dict[Any, str] = {}
         for method, config in methods.items():
@@ -128,22 +129,22 @@ class ShiftProbe:
             shadow = by_codec.setdefault((config.keys, config.policy), method)
             self.shadow_of[method] = shadow
             if shadow == method:
-                self.shadows[method] = cache(config.replace(values=CodecConfig("bf16")))
+                shadows[method] = cache(config.replace(values=CodecConfig("bf16")))
         self._recorder = None
-        if example_rows > 0 and self.shadows:
+        if example_rows > 0 and shadows:
             self._recorder = ExampleRecorder(
-                shadows=tuple(self.shadows),
+                shadows=tuple(shadows),
                 moving=self._contrast("moving"),
-                steady=self._contrast("steady") if len(self.shadows) > 1 else None,
+                steady=self._contrast("steady") if len(shadows) > 1 else None,
                 frame_tokens=frame_tokens,
                 patch_columns=patch_columns,
                 rows=example_rows,
             )
-        self._layers = [
+        layers = [
             ProbeLayer(
                 index,
-                self.reference[index],
-                {name: shadow[index] for name, shadow in self.shadows.items()},
+                answering[index],
+                {name: shadow[index] for name, shadow in shadows.items()},
                 options,
                 token_dim=1 if layout == "BSHD" else 2,
                 recorder=self._recorder,
@@ -151,6 +152,7 @@ class ShiftProbe:
             )
             for index in range(num_layers)
         ]
+        super().__init__(answering, shadows, layers)
 
     def _contrast(self, name: str) -> tuple[str, str]:
         """(method, its shadow) of the option ``name``: "moving" or "steady"."""
@@ -165,38 +167,6 @@ class ShiftProbe:
                 f"{', '.join(packed)}"
             )
         return method, packed[method]
-
-    # --- what the model calls ---------------------------------------------------------------
-
-    def __getitem__(self, index: int) -> ProbeLayer:
-        return self._layers[index]
-
-    def __len__(self) -> int:
-        return len(self._layers)
-
-    def commit(self) -> None:
-        """Commit the open chunk in the reference and in every shadow."""
-        for layer in self._layers:
-            layer.close_chunk()
-        for cache in (self.reference, *self.shadows.values()):
-            cache.commit()
-
-    def reset(self) -> None:
-        """Forget cached tokens and start a new rollout; what was measured so far is kept."""
-        for layer in self._layers:
-            layer.restart()
-        for cache in (self.reference, *self.shadows.values()):
-            cache.reset()
-
-    def ledger(self) -> Ledger:
-        """The reference's ledger."""
-        return self.reference.ledger()
-
-    @property
-    def nonfinite_count(self) -> torch.Tensor:
-        """NaN and Inf that any of the caches replaced, int64 [] on the device."""
-        caches = (self.reference, *self.shadows.values())
-        return torch.stack([cache.nonfinite_count for cache in caches]).amax()
 
     # --- results ----------------------------------------------------------------------------
 

@@ -10,7 +10,6 @@ from .decode import (
     grouped_decoder,
 )
 from .dispatch import BACKENDS, OPS, backend_of, explain, use_backend
-from .feedback_rounding import feedback_factor, feedback_quantize, feedback_quantize_clustered
 from .finite import copy_finite, count_nonfinite, head_rows
 from .group_quantize import (
     group_dequantize,
@@ -63,9 +62,6 @@ __all__ = [
     "decode_grouped",
     "decode_nonuniform",
     "explain",
-    "feedback_factor",
-    "feedback_quantize",
-    "feedback_quantize_clustered",
     "find_outliers",
     "fit_levels",
     "full_precision",

@@ -31,7 +31,6 @@ _INTERPRET = "TRITON_INTERPRET"
 OPS = (
     "attention",
     "decode",
-    "feedback_rounding",
     "finite",
     "group_quantize",
     "hadamard",
@@ -47,7 +46,6 @@ OPS = (
 KERNELS: tuple[str, ...] = (
     "attention",
     "decode",
-    "feedback_rounding",
     "finite",
     "group_quantize",
     "kmeans",

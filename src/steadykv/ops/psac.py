@@ -63,7 +63,7 @@ def compensate_clustered(
     """`compensate` of the error of clustered tokens, x - (mu[id] + rounded residual) in FP32.
 
     x: FP32 [N, S, D], or BF16 where `head_rows` gives that. centroids: BF16 or FP32 [N, C, D]. ids:
-    int64 [N, S]. tensors: what `quantize_clustered` or `feedback_quantize` made of the residual on
+    int64 [N, S]. tensors: what `quantize_clustered` made of the residual on
     `grid`, two to four `bits`. The error need not exist as a tensor.
     """
     module = resolve("psac", x.device, backend)

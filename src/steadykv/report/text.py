@@ -29,7 +29,6 @@ TITLES = {
     "kvquant": "KVQuant",
     "kvquant_calibrated": "KVQuant calibrated",
     "steady": "Steady",
-    "refined": "Refined",
     FLOOR: "noise floor",
     FLOOR_FP32: "FP32 floor",
 }

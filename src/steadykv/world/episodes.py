@@ -7,7 +7,6 @@ import json
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +14,7 @@ import torch
 from PIL import Image
 
 from steadykv.errors import ConfigError, PayloadError
+from steadykv.world.shipped import chosen_file
 
 # what reading an archive with wrong contents raises
 DAMAGE = (
@@ -33,12 +33,15 @@ DAMAGE = (
 class Episodes:
     """`frames` uint8 [B,C,H,W,3], `actions` uint8 [B,N] and `names` [B].
 
-    `actions[b,i]` is the bit mask of the buttons held before frame i.
+    `actions[b,i]` is the bit mask of the buttons held before frame i. `poses` float32 [B,N,3], if
+    the simulator's are known, says where the true walk stood in frame i: x and y in map units,
+    angle in degrees, counterclockwise.
     """
 
     frames: torch.Tensor
     actions: torch.Tensor
     names: tuple[str, ...]
+    poses: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -46,11 +49,22 @@ class Episodes:
     def select(self, rows: Sequence[int]) -> Episodes:
         """The given rows, in the given order; a row may come more than once."""
         index = torch.as_tensor(list(rows), dtype=torch.long)
-        return Episodes(self.frames[index], self.actions[index], tuple(self.names[i] for i in rows))
+        return Episodes(
+            self.frames[index],
+            self.actions[index],
+            tuple(self.names[i] for i in rows),
+            None if self.poses is None else self.poses[index],
+        )
+
+
+POSE_STEPS = (1.0, 1.0, 0.1)  # poses are stored as whole map units and tenths of degrees
 
 
 def save_episodes(path: Path, episodes: Episodes) -> int:
-    """Write a zip of one lossless PNG strip a row and one JSON list; returns the file's bytes."""
+    """Write a zip of one lossless PNG strip a row, one JSON list, and `poses.npy` if known.
+
+    Returns the file's bytes.
+    """
     rows = []
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for name, frames, actions in zip(
@@ -60,21 +74,23 @@ def save_episodes(path: Path, episodes: Episodes) -> int:
             Image.fromarray(frames.flatten(0, 1).numpy()).save(png, "PNG", optimize=True)
             archive.writestr(f"{name}.png", png.getvalue())
             rows.append({"name": name, "frames": len(frames), "actions": actions.tolist()})
-        archive.writestr("episodes.json", json.dumps(rows))
+        archive.writestr("episodes.json", json.dumps(rows), zipfile.ZIP_DEFLATED)
+        if episodes.poses is not None:
+            steps = torch.tensor(POSE_STEPS)
+            npy = io.BytesIO()
+            np.save(npy, (episodes.poses.cpu() / steps).round().to(torch.int16).numpy())
+            archive.writestr("poses.npy", npy.getvalue(), zipfile.ZIP_DEFLATED)
     return path.stat().st_size
 
 
 def load_episodes(which: int | Sequence[int] = 64, path: str | Path | None = None) -> Episodes:
     """The first `which` shipped held-out episodes, or those with the given numbers.
 
-    Raises ConfigError for numbers there are not, PayloadError for a file that is no archive of
-    episodes.
+    `path` is the name of a world ("mazes", the default, or "rooms") or a file. Raises ConfigError
+    for numbers there are not, for a string that is neither a name nor a file, and for a world that
+    is not installed; PayloadError for a file that is no archive of episodes.
     """
-    source = (
-        resources.files("steadykv.world") / "assets" / "episodes.zip"
-        if path is None
-        else Path(path)
-    )
+    source = chosen_file(path, "episodes")
     try:
         with source.open("rb") as file, zipfile.ZipFile(file) as archive:
             rows = json.loads(archive.read("episodes.json"))
@@ -92,7 +108,13 @@ def load_episodes(which: int | Sequence[int] = 64, path: str | Path | None = Non
                 shape = (rows[i]["frames"], -1, *strip.shape[1:])
                 frames.append(torch.from_numpy(strip.reshape(shape).copy()))
             actions = torch.tensor([rows[i]["actions"] for i in wanted], dtype=torch.uint8)
-            return Episodes(torch.stack(frames), actions, names)
+            poses = None
+            if "poses.npy" in archive.namelist():
+                stored = np.load(io.BytesIO(archive.read("poses.npy")), allow_pickle=False)[wanted]
+                poses = torch.from_numpy(stored).float() * torch.tensor(POSE_STEPS)
+                if poses.shape != (*actions.shape, 3):
+                    raise ValueError(f"poses.npy of {tuple(stored.shape)}")
+            return Episodes(torch.stack(frames), actions, names, poses)
     except ConfigError:
         raise
     except DAMAGE as error:

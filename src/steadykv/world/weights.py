@@ -7,6 +7,7 @@ FP16.
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from safetensors.torch import save_file
 from steadykv.errors import PayloadError
 from steadykv.world.config import WorldConfig
 from steadykv.world.model import WorldModel
+from steadykv.world.shipped import chosen_file
 
 FORMAT = "steadykv-world"
 VERSION = 2
@@ -105,17 +107,15 @@ def load_world(
     device: torch.device | str = "cpu",
     dtype: torch.dtype = torch.float32,
 ) -> WorldModel:
-    """The shipped model (or the one at `path`), in evaluation mode.
+    """The shipped model of that name ("mazes", the default, or "rooms") or of a file.
 
-    It lies on `device` and computes in `dtype`.
+    It is in evaluation mode, lies on `device` and computes in `dtype`. Raises ConfigError for a
+    string that is neither a name nor a file, and for a world that is not installed; PayloadError
+    for a file that holds no world weights.
     """
-    if path is None:
-        with resources.as_file(
-            resources.files("steadykv.world") / "assets" / "world.safetensors"
-        ) as shipped:
-            config, state, _ = read_world(shipped)
-    else:
-        config, state, _ = read_world(Path(path))
+    source = chosen_file(path, "weights")
+    with nullcontext(source) if isinstance(source, Path) else resources.as_file(source) as file:
+        config, state, _ = read_world(file)
     with torch.device("meta"):
         world = WorldModel(config)
     wanted = {name: parameter.shape for name, parameter in world.named_parameters()}
