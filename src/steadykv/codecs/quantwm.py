@@ -75,7 +75,6 @@ class QuantWMCodec(QVG4Codec):
         )
         subspace = self.subspace(inputs, flags)
         tensors, saturated = self.round(x, centroids, ids)
-        self.refine(x, centroids, ids, tensors)
         lost: Tensor | int = 0
         if config.refit:
             centroids = stored["centroids"] = self.refit(x, tensors, ids, centroids)

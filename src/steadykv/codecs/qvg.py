@@ -160,7 +160,7 @@ class QVGCodec(Codec):
         return values, stored, saturated, ops.assign_centroids(x, values) if with_ids else None
 
     def round(self, x: Tensor, centroids: Tensor, ids: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        """Rounds what the centroids leave of [N, S, D]: the grid's tensors, what saturated [N]."""
+        """Rounds what the centroids leave of [N, S, D]: its tensors, what saturated [N]."""
         config = self.config
         return ops.quantize_clustered(
             x,
@@ -174,22 +174,6 @@ class QVGCodec(Codec):
             scale_search=config.scale_search,
             refinement=config.refinement,
         )
-
-    def refine(self, x: Tensor, centroids: Tensor, ids: Tensor, tensors: dict[str, Tensor]) -> None:
-        """Adds the refinement of the codes in `tensors`, where it is wanted and not yet there."""
-        config = self.config
-        if config.refinement and "refinement" not in tensors:
-            tensors["refinement"] = ops.refine_clustered(
-                x,
-                centroids,
-                ids,
-                tensors,
-                self.grid,
-                config.bits,
-                config.group_size,
-                config.refinement,
-                packing=config.packing,
-            )
 
     def refit(
         self, x: Tensor, tensors: Mapping[str, Tensor], ids: Tensor, centroids: Tensor

@@ -53,13 +53,20 @@ def store_codes(
 ):
     """Codes - FIRST of the even and odd channels, FP32: a byte each, or packed.
 
-    p_codes: bytes, for 2 and 4 bits int16.
+    p_codes: bytes, for 2 and 4 bits int16; for a byte each either.
     """
     words = word_places(SIZE // 8, ALL, LANES)
     o_token, mask = tl.arange(0, TOKENS)[None, None, :, None], m_token[None, None, :, None]
     if ALL * SIZE != WIDTH:
         mask = mask & (8 * words < WIDTH)
-    if BITS == 8:
+    if BITS == 8 and p_codes.dtype.element_ty == tl.int16:
+        # Added to 2^23, an integer is the low bits of the sum: faster than a conversion.
+        unit = (even + 256.0 * odd + (8388608.0 + FIRST * 257)).to(tl.int32, bitcast=True)
+        pair = 4 * words[:, :, :, :, None] + tl.arange(0, 4)[None, None, None, None, :]
+        at = (o_token * (WIDTH // 2))[:, :, :, :, None] + pair
+        p_row = p_codes + row * (WIDTH // 2)
+        tl.store(p_row + at, unit.to(tl.int16), mask=mask[:, :, :, :, None])
+    elif BITS == 8:
         code = tl.join(even, odd) + FIRST
         pair = 4 * words[:, :, :, :, None] + tl.arange(0, 4)[None, None, None, None, :]
         channel = 2 * pair[:, :, :, :, :, None] + tl.arange(0, 2)[None, None, None, None, None, :]

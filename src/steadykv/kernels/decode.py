@@ -14,7 +14,16 @@ from ..reference.blocks import Decoder, Heads
 from .decode_groups import groups_kernel
 from .decode_levels import levels_kernel, outliers_kernel
 from .decode_pairs import pairs_kernel
-from .launch import Launch, blocks, interpreted, kind_of, on_device, power_of_two, tile_width
+from .launch import (
+    Launch,
+    blocks,
+    converts_e4m3,
+    interpreted,
+    kind_of,
+    on_device,
+    power_of_two,
+    tile_width,
+)
 
 __all__ = [
     "clustered_decoder",
@@ -266,7 +275,7 @@ def _pairs_decoder(
         return None
     views = [
         stored["codes"] if is_trits else _words(stored["codes"], 2),
-        _words(centroids, 4 if is_bf16 else 2),
+        _words(centroids, 4),
     ]
     if is_finer:
         views += [_words(stored["refinement"], 2)]
@@ -284,8 +293,8 @@ def _pairs_decoder(
     )  # fmt: skip
     sizes = (
         centroids.shape[3], stored["zeros"].shape[2] if has_zeros else 0, width, group, rank,
-        is_trits, INTERPRETED, min(COMPENSATED_SIDE if rank else PAIRS_SIDE, group // 8),
-        PAIRS.tokens,
+        is_trits, converts_e4m3(ids.device), INTERPRETED,
+        min(COMPENSATED_SIDE if rank else PAIRS_SIDE, group // 8), PAIRS.tokens,
     )  # fmt: skip
     launch = _launch_of(pairs_kernel, PAIRS.warps, payload, sizes[2:])
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .numbers import scaled_floor
 from .pairs import cut, fused_pairs, halves, rounded_pair
 
 __all__ = ["pairs_kernel"]
@@ -42,15 +43,17 @@ def pairs_kernel(
     GROUP: tl.constexpr,
     RANK: tl.constexpr,
     IS_TRITS: tl.constexpr,
+    CONVERTS: tl.constexpr,
     INTERPRET: tl.constexpr,
     SIDE: tl.constexpr,
     BLOCK_T: tl.constexpr,
 ):
     """Tokens start..start + count, BLOCK_T or more, of the heads of the grid.
 
-    As `groups_kernel` for 2 bits, 2 bits of refinement, and one stage, BF16 as pairs in int32, E4M3
-    in int16; strides are counted in pairs. Without p_base, nothing but BF16 centroids. SIDE: words
-    that lie side by side in a warp, of one group.
+    As `groups_kernel` for 2 bits, 2 bits of refinement, and one stage, BF16 as pairs and E4M3 as
+    fours in int32; strides are counted in pairs. Without p_base, nothing but BF16 centroids.
+    CONVERTS: the device has an instruction for E4M3. SIDE: words that lie side by side in a warp,
+    of one group.
 
     The tile is [SIDE, T / REST, REST, groups, words / SIDE of a group, 4 pairs]: Triton gives the
     lanes to the first axes first, so a warp stores SIDE·16 bytes of each of 32 / SIDE tokens at a
@@ -78,8 +81,13 @@ def pairs_kernel(
         word = _trits_word(p_codes, at, o_lane + o_rest, o_run + o_side, (WIDTH + 4) // 5)
     else:
         word = tl.load(p_codes + at * (WIDTH // 8) + o_code + o_word).to(tl.int32) & 0xFFFF
-    p_mu = p_centroids + head * clusters * (WIDTH // 2) + (4 * o_side + o_pair)
-    mu = tl.load(p_mu + ids * (WIDTH // 2) + 4 * o_run)
+    if p_centroid_scale is None:
+        p_mu = p_centroids + head * clusters * (WIDTH // 2) + (4 * o_side + o_pair)
+        mu = tl.load(p_mu + ids * (WIDTH // 2) + 4 * o_run)
+    else:
+        o_four = tl.arange(0, 2)[None, None, None, None, None, :]
+        p_mu = p_centroids + head * clusters * (WIDTH // 4) + (2 * o_side + o_four)
+        mu = tl.load(p_mu + ids * (WIDTH // 4) + 2 * o_run)
     o_scale = (o_lane + 0 * o_side) * GROUPS + o_group
     scale = tl.load(p_scale + at * GROUPS + o_scale + o_rest * GROUPS)
     if p_base is None:
@@ -108,18 +116,18 @@ def pairs_kernel(
             offset_even = zero.to(tl.float32, bitcast=True) * scale
         offset_odd = offset_even - 12.0 * scale
         if IS_TRITS:
-            codes_even, codes_odd = _trits_codes(word, o_pair)
+            even, odd = _trits(word, o_pair, INTERPRET)
+            even = even * scale - scale
+            odd = odd * scale - scale
         else:
-            codes_even = word << (19 - 4 * o_pair)
-            codes_odd = codes_even
-        even, odd = _sixteens(codes_even, codes_odd, INTERPRET)
-        even = even * scale - offset_even
-        odd = odd * scale - offset_odd
+            even, odd = _sixteens(word << (19 - 4 * o_pair), INTERPRET)
+            even = even * scale - offset_even
+            odd = odd * scale - offset_odd
         if p_finer is not None:
             # (part - 1.5) / 4 of a step; the product is exact, so that the sum is rounded once.
             finer = tl.load(p_finer + at * (WIDTH // 8) + o_code + o_word).to(tl.int32)
             finer = (finer & 0xFFFF) << (19 - 4 * o_pair)
-            part_even, part_odd = _sixteens(finer, finer, INTERPRET)
+            part_even, part_odd = _sixteens(finer, INTERPRET)
             even += (part_even - 17.5) * (0.25 * scale)
             odd += (part_odd - 5.5) * (0.25 * scale)
         if p_centroid_scale is None:
@@ -129,7 +137,7 @@ def pairs_kernel(
         else:
             # Products of 15 bits: exact, fused with the sum or not.
             mu_scale = tl.load(p_centroid_scale + head * clusters + ids).to(tl.float32)
-            mu_even, mu_odd = _e4m3_halves(mu.to(tl.int32))
+            mu_even, mu_odd = _e4m3_pairs(mu, CONVERTS)
             even += mu_even * mu_scale
             odd += mu_odd * mu_scale
         if RANK > 0:
@@ -149,20 +157,47 @@ def pairs_kernel(
 
 
 @triton.jit
-def _sixteens(codes_even, codes_odd, INTERPRET: tl.constexpr):
+def _sixteens(codes, INTERPRET: tl.constexpr):
     """FP32 of 16 + the code in bits 19 and 20, and of 4 + the code in bits 21 and 22."""
-    even = cut(codes_even, 0x180000, 0x41800000, INTERPRET).to(tl.float32, bitcast=True)
-    odd = cut(codes_odd, 0x600000, 0x40800000, INTERPRET).to(tl.float32, bitcast=True)
+    even = cut(codes, 0x180000, 0x41800000, INTERPRET).to(tl.float32, bitcast=True)
+    odd = cut(codes, 0x600000, 0x40800000, INTERPRET).to(tl.float32, bitcast=True)
     return even, odd
 
 
 @triton.jit
-def _e4m3_halves(pair):
-    """FP32 of the lower and the upper of two E4M3 numbers in 16 bits, given sign-extended."""
-    # Of FP32 numbers 2^120 times too small, sign, exponent and mantissa; see `e4m3_value`.
-    even = ((pair << 24 >> 4) & -0x78100000).to(tl.float32, bitcast=True)
-    odd = ((pair << 12) & -0x78100000).to(tl.float32, bitcast=True)
-    return even * 1.329227995784916e36, odd * 1.329227995784916e36
+def _e4m3_pairs(fours, CONVERTS: tl.constexpr):
+    """FP32 of the even and the odd ones of E4M3 numbers, [..., 4] of four in each of [..., 2]."""
+    if CONVERTS:
+        a, b, c, d = tl.inline_asm_elementwise(
+            """{
+            .reg .b16 low, high, first, second;
+            .reg .b32 pair;
+            mov.b32 {low, high}, $4;
+            cvt.rn.f16x2.e4m3x2 pair, low;
+            mov.b32 {first, second}, pair;
+            cvt.f32.f16 $0, first;
+            cvt.f32.f16 $1, second;
+            cvt.rn.f16x2.e4m3x2 pair, high;
+            mov.b32 {first, second}, pair;
+            cvt.f32.f16 $2, first;
+            cvt.f32.f16 $3, second;
+            }""",
+            "=f,=f,=f,=f,r",
+            [fours],
+            dtype=(tl.float32, tl.float32, tl.float32, tl.float32),
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        # Of FP32 numbers 2^120 times too small, sign, exponent and mantissa; see `e4m3_value`.
+        a = ((fours << 24 >> 4) & -0x78100000).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        b = ((fours << 16 >> 4) & -0x78100000).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        c = ((fours << 8 >> 4) & -0x78100000).to(tl.float32, bitcast=True) * 1.329227995784916e36
+        d = ((fours >> 4) & -0x78100000).to(tl.float32, bitcast=True) * 1.329227995784916e36
+    shape: tl.constexpr = [
+        fours.shape[0], fours.shape[1], fours.shape[2], fours.shape[3], fours.shape[4], 4
+    ]  # fmt: skip
+    return tl.reshape(tl.join(a, c), shape), tl.reshape(tl.join(b, d), shape)
 
 
 @triton.jit
@@ -181,13 +216,24 @@ def _trits_word(p_codes, at, o_token, o_word, ROW: tl.constexpr):
 
 
 @triton.jit
-def _trits_codes(digits, o_pair):
-    """The even and the odd codes of a word, where `_sixteens` wants them."""
-    four = tl.where(o_pair < 2, digits % 81, digits // 81 % 81)
-    # Digit k is three times the fraction of n / 3^(k+1). In 2^-16, rounded up, it is exact.
-    even = (four * tl.where(o_pair % 2 == 0, 21846, 2428)) & 0xFFFF
-    odd = (four * tl.where(o_pair % 2 == 0, 7282, 810)) & 0xFFFF
-    return even * 24, odd * 96  # three times them, 3 and 5 bits up
+def _trits(digits, o_pair, INTERPRET: tl.constexpr):
+    """FP32 of the even and the odd trits of a word."""
+    a, b, c, d = _four_trits(digits % 81, INTERPRET)
+    e, f, g, h = _four_trits(digits // 81 % 81, INTERPRET)
+    low_even, low_odd = tl.where(o_pair % 2 == 0, a, c), tl.where(o_pair % 2 == 0, b, d)
+    high_even, high_odd = tl.where(o_pair % 2 == 0, e, g), tl.where(o_pair % 2 == 0, f, h)
+    return tl.where(o_pair < 2, low_even, high_even), tl.where(o_pair < 2, low_odd, high_odd)
+
+
+@triton.jit
+def _four_trits(number, INTERPRET: tl.constexpr):
+    """The digits to base 3 of 0 to 80, lowest first, by quotients in FP32, rounded down."""
+    number = (number | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+    # Inverses of 3, 9 and 27, a little above: no quotient is so close below an integer.
+    third = scaled_floor(number, 0.33333337306976318, INTERPRET)
+    ninth = scaled_floor(number, 0.11111111938953400, INTERPRET)
+    last = scaled_floor(number, 0.03703704103827477, INTERPRET)
+    return number - 3.0 * third, third - 3.0 * ninth, ninth - 3.0 * last, last
 
 
 @triton.jit

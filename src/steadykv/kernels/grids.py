@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .codes import above, clipped, divisor, rounded, store_codes, threshold
-from .numbers import e4m3_byte, e4m3_rounded
+from .numbers import e4m3_byte, e4m3_rounded, floor_of
 from .residual import residual_pairs, word_places
 
 __all__ = ["based_kernel", "ranges_kernel", "symmetric_kernel"]
@@ -252,18 +252,19 @@ def based_kernel(
             offset = _of_groups(zero, TOKENS, ALL)
             even_level -= offset
             odd_level -= offset
-        even = _part((even - even_level * scale) * parts, FINER)
-        odd = _part((odd - odd_level * scale) * parts, FINER)
+        even = _part((even - even_level * scale) * parts, FINER, INTERPRET)
+        odd = _part((odd - odd_level * scale) * parts, FINER, INTERPRET)
         store_codes(
             p_finer, row, even, odd, 0, m_token, WIDTH, SIZE, ALL, LANES, TOKENS, FINER_BITS
         )
 
 
 @triton.jit
-def _part(place, FINER: tl.constexpr):
+def _part(place, FINER: tl.constexpr, INTERPRET: tl.constexpr):
     """The part of a step that is cut into 2^FINER, from a place in such parts; 0 is its middle."""
     HALF: tl.constexpr = 1 << (FINER - 1)
-    return tl.minimum(tl.maximum(tl.floor(place) + HALF * 1.0, 0.0), 2.0 * HALF - 1.0)
+    place = tl.minimum(tl.maximum(place, -HALF * 1.0), HALF - 1.0)
+    return floor_of(place, INTERPRET) + HALF * 1.0
 
 
 @triton.jit

@@ -141,10 +141,12 @@ class _Codes(NamedTuple):
 def _room(x: Tensor, bits: int, packing: str = "bits") -> _Codes:
     """For codes of the numbers x [N, S, D]: in words of eight where rows are whole ones."""
     width = x.shape[2]
-    in_words = packing == "bits" and width % 8 == 0
+    is_whole = width % 8 == 0
+    in_words = packing == "bits" and is_whole
     row = width * bits // 8 if in_words else width
     stored = torch.empty(*x.shape[:2], row, dtype=torch.uint8, device=x.device)
-    words = stored.view(torch.int16) if in_words and bits in (2, 4) else stored
+    has_pairs = is_whole and (bits in (2, 4) or not in_words)
+    words = stored.view(torch.int16) if has_pairs else stored
     return _Codes(stored, words, bits if in_words else 8)
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 __all__ = [
     "Launch",
     "blocks",
+    "converts_e4m3",
     "interpreted",
     "kind_of",
     "on_device",
@@ -122,6 +123,11 @@ def shared_memory(device: torch.device) -> int:
     return _properties(device.index)[1] if device.type == "cuda" else 1 << 30
 
 
+def converts_e4m3(device: torch.device) -> bool:
+    """Whether the device has an instruction for it: compute capability 8.9 or newer."""
+    return device.type == "cuda" and _capability(device.index) >= (8, 9)
+
+
 @contextmanager
 def smaller_device(shared_memory: int) -> Iterator[None]:
     """Block sizes inside are chosen as for a device with that much shared memory."""
@@ -130,6 +136,11 @@ def smaller_device(shared_memory: int) -> Iterator[None]:
         yield
     finally:
         _forced.reset(token)
+
+
+@cache
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
 @cache

@@ -5,13 +5,42 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-__all__ = ["e4m3_byte", "e4m3_encode", "e4m3_rounded", "e4m3_value", "finite", "nearest"]
+__all__ = [
+    "e4m3_byte",
+    "e4m3_encode",
+    "e4m3_rounded",
+    "e4m3_value",
+    "finite",
+    "floor_of",
+    "nearest",
+    "scaled_floor",
+]
 
 
 @triton.jit
 def nearest(x):
     """The nearest integer, halves to even, of FP32 |x| < 2^22."""
     return (x + 12582912.0) - 12582912.0  # 1.5·2^23: what is left of a step of 1 is rounded off
+
+
+@triton.jit
+def floor_of(x, INTERPRET: tl.constexpr):
+    """The integer below FP32 |x| < 2^22: a sum that is rounded down, where `floor` converts."""
+    return scaled_floor(x, 1.0, INTERPRET)
+
+
+@triton.jit
+def scaled_floor(x, factor, INTERPRET: tl.constexpr):
+    """floor(x·factor), |x·factor| < 2^22; the product is not rounded, interpreted to FP32."""
+    if INTERPRET:
+        value = tl.floor(x * factor)
+    else:
+        value = tl.inline_asm_elementwise(
+            "fma.rm.f32 $0, $1, $2, 0f4B400000;", "=f,f,f", [x, factor],
+            dtype=tl.float32, is_pure=True, pack=1,
+        )  # fmt: skip
+        value -= 12582912.0
+    return value
 
 
 @triton.jit
