@@ -23,7 +23,7 @@ CONSTRAINTS := $(if $(HAS_GPU),,--constraint constraints/cpu.txt)
 .PHONY: help venv demo test lint format clean
 
 help:
-	@echo "make demo    one walk through a world, generated with four caches: ends with a page to look at"
+	@echo "make demo    one walk through a world, generated with five caches: ends with a page to look at"
 	@echo "make test    the whole CPU suite"
 	@echo "make lint    ruff (rules and layout) and mypy"
 	@echo "make format  let ruff sort imports and lay out the code"

@@ -27,7 +27,7 @@ from steadykv.cli.options import (
     World,
 )
 
-METHODS = ("bf16", "kivi", "qvg", "quantwm")
+METHODS = ("bf16", "kivi", "qvg", "quantwm", "steady")
 
 # Of the 96 rollouts in benchmarks/results/compare-h200-rollouts.json.gz the one whose PSNRs with
 # KIVI, QVG and QuantWM are nearest to the means over all: the walk multi_deathmatch-005-00.
