@@ -138,6 +138,8 @@ class Measured:
 
     def add_run(self, run: Path, first_frame: int | None) -> None:
         """Rollouts of a result folder, or of a rollouts file."""
+        if not run.exists():
+            raise SystemExit(f"{run}: no such file or folder")
         file = either(run, ROLLOUTS_FILE) if run.is_dir() else run
         if file is None:
             raise SystemExit(f"{run} holds no {ROLLOUTS_FILE}, nor its gzip")
@@ -151,7 +153,10 @@ class Measured:
                 self._add_records(method, records, first)
 
     def _add_records(self, method: str, records: Sequence[RolloutRecord], first: int) -> None:
-        window = FrameWindow(first, len(records[0].mse_by_frame))
+        frames = len(records[0].mse_by_frame)
+        if not 0 <= first < frames:
+            raise SystemExit(f"{method}: --first-frame is {first}: expected 0 to {frames - 1}")
+        window = FrameWindow(first, frames)
         found = measures(records, [window])
         for measure in MEASURES:
             for record, value in zip(records, found.get(measure, ()), strict=measure in found):

@@ -81,7 +81,7 @@ def parse_method(text: str, /, **defaults: Any) -> CacheConfig:
     if _POLICY_FIELD in text and not (config.keys.refinement or config.values.refinement):
         raise ConfigError(
             f"{text!r}: {_POLICY_FIELD} changes nothing, because no number is refined: expected it "
-            "with refinement=2 or more"
+            "with refinement=1 or more"
         )
     return config
 
