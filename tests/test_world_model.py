@@ -151,6 +151,70 @@ def test_rollout_depends_on_seed_and_row_but_not_on_the_batch() -> None:
     assert torch.equal(whole[:, :3], episodes.frames)
 
 
+def longer(episodes: Episodes, frames: int) -> Episodes:
+    """The same rows with `frames` true frames, of which the first are the same."""
+    generator = torch.Generator().manual_seed(11)
+    shape = (len(episodes), frames - episodes.frames.shape[1], *episodes.frames.shape[2:])
+    more = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+    return dataclasses.replace(episodes, frames=torch.cat((episodes.frames, more), 1))
+
+
+@torch.no_grad()
+def by_hand(
+    world: WorldModel, episodes: Episodes, cache: PlainCache, frames: int, seed: int
+) -> torch.Tensor:
+    """What `rollout` shall do: commit the true chunks one by one, then denoise and commit."""
+    config, names = world.config, episodes.names
+    attend = CachedAttention(config, cache, "sdpa", "post")
+    seeds, shape = [seed] * len(names), (3, config.frame_tokens, config.channels)
+    chunks = list(episodes.frames.split(3, 1))
+    true = len(chunks)
+    for chunk in range(true + frames // 3):
+        attend.start = chunk * 3 * config.frame_tokens
+        table = rope_table(config, 3 * chunk, 3, "cpu")
+        held = episodes.actions[:, 3 * chunk : 3 * chunk + 3].long()
+
+        def network(x: torch.Tensor, time: float, held: Any = held, table: Any = table) -> Any:
+            return world(x, torch.full(x.shape[:2], time), held, attend, table)
+
+        if chunk >= true:
+            x = row_noise(seeds, names, chunk, "start", shape)
+            for time, following in ((0.0, 0.4), (0.4, 0.75), (0.75, 1.0)):
+                clean = network(x, time)
+                x = x + (following - time) / (1 - time) * (clean - x)
+            chunks.append(world.tokenizer.decode(clean))
+        clean = world.tokenizer.encode(chunks[chunk])
+        noise = row_noise(seeds, names, chunk, "commit", shape)
+        network(config.commit_time * clean + (1 - config.commit_time) * noise, config.commit_time)
+        cache.commit()
+    return torch.cat(chunks, 1)
+
+
+@pytest.mark.parametrize("true_frames", [3, 6, 15])
+def test_true_frames_are_committed_chunk_by_chunk_as_by_hand(true_frames: int) -> None:
+    """With 15 the window of 9 slides while the true frames go in."""
+    world, episodes = small_world(), longer(small_episodes(), true_frames)
+    window, calls = SMALL.window_frames * SMALL.frame_tokens, list[tuple[int, int]]()
+    caches = PlainCache(2, window), PlainCache(2, window)
+    got = rollout(
+        world, episodes, caches[0], 9, 4, on_chunk=lambda done, total: calls.append((done, total))
+    )
+    assert torch.equal(got, by_hand(world, episodes, caches[1], 9, 4))
+    assert torch.equal(got[:, :true_frames], episodes.frames)
+    assert calls == [(1, 3), (2, 3), (3, 3)]
+    for layer in range(2):
+        for one, other in zip(*(cache[layer].read() for cache in caches), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_more_true_frames_change_what_is_generated() -> None:
+    world, episodes = small_world(), longer(small_episodes(), 6)
+    other = dataclasses.replace(episodes, frames=episodes.frames.clone())
+    other.frames[:, :3] = 255 - other.frames[:, :3]
+    one, two = (rollout(world, e, PlainCache(2), 3)[:, 6:].int() for e in (episodes, other))
+    assert (one - two).abs().max() > 3
+
+
 def test_rollout_counts_its_chunks() -> None:
     calls: list[tuple[int, int]] = []
     rollout(
@@ -186,6 +250,12 @@ def test_episodes_of_another_world_are_named() -> None:
     wide = dataclasses.replace(episodes, frames=torch.zeros(2, 3, 16, 32, 3, dtype=torch.uint8))
     with pytest.raises(ShapeError, match=r"16, 32"):
         rollout(world, wide, PlainCache(2), 9)
+    for frames in (0, 4):
+        wrong = dataclasses.replace(episodes, frames=torch.zeros(2, frames, 16, 24, 3).byte())
+        with pytest.raises(ShapeError, match=rf"got \({frames}, 16.*multiple of 3"):
+            rollout(world, wrong, PlainCache(2), 9)
+    with pytest.raises(ShapeError, match="got 30 a row, expected 33"):
+        rollout(world, longer(episodes, 24), PlainCache(2), 9)
     unknown = dataclasses.replace(episodes, actions=episodes.actions + 16)
     with pytest.raises(ConfigError, match="actions"):
         rollout(world, unknown, PlainCache(2), 9)

@@ -61,7 +61,10 @@ class ForcedAttention:
         self.block_mask: BlockMask | None = None
         self.dense_mask: torch.Tensor | None = None
         if device.startswith("cuda"):
-            self.block_mask = create_block_mask(visible, None, None, length, length, device=device)
+            # compiled: 123 frames would need the whole mask of 47,232 x 47,232 at once
+            self.block_mask = create_block_mask(
+                visible, None, None, length, length, device=device, _compile=True
+            )
         else:
             self.dense_mask = create_mask(visible, None, None, length, length, device=device)
 

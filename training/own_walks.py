@@ -12,30 +12,34 @@ from steadykv.world.weights import place
 
 
 class OwnWalks:
-    """`count` rollouts of `frames` frames after true beginnings, under the true actions."""
+    """`count` rollouts after true beginnings, under the true actions."""
 
-    def __init__(self, model: WorldModel, device: str, count: int, frames: int):
-        self.device, self.count, self.frames = device, count, frames
+    def __init__(self, model: WorldModel, device: str, count: int):
+        self.device, self.count = device, count
         self.dtype = torch.bfloat16 if device.startswith("cuda") else torch.float32
         self.world = place(WorldModel(model.config), device, self.dtype)
         self.seed = 0
         self.made = self.true = self.actions = torch.empty(0)
 
     def refresh(
-        self, weights: dict[str, torch.Tensor], walks: Walks, rng: np.random.Generator
+        self,
+        weights: dict[str, torch.Tensor],
+        walks: Walks,
+        rng: np.random.Generator,
+        begin: int,
+        frames: int,
     ) -> None:
-        """Roll out the given weights (by name)."""
+        """Roll out the given weights (by name): `frames` frames after `begin` true ones."""
         own = dict(self.world.named_parameters())
         for name, value in weights.items():
             own[name].data.copy_(value)
-        first = self.world.config.chunk_frames
-        self.true, self.actions = walks.sample(self.count, first + self.frames, rng)
+        self.true, self.actions = walks.sample(self.count, begin + frames, rng)
         names = tuple(str(i) for i in range(self.count))
         held = self.actions.to("cpu", torch.uint8)
-        episodes = Episodes(self.true[:, :first].cpu(), held, names)
+        episodes = Episodes(self.true[:, :begin].cpu(), held, names)
         self.seed += 1
         seeds = [self.seed * 1000 + i for i in range(self.count)]
-        video = rollout(self.world, episodes, own_cache(self.world), self.frames, seeds)
+        video = rollout(self.world, episodes, own_cache(self.world), frames, seeds)
         self.made = video.to(self.device)
 
     def sample(

@@ -21,6 +21,11 @@ class Phase:
     sampled_share: float = 0.0  # of the steps that run the whole sampler and judge its last pass
     own_rows: float = 0.0  # of the rows of those steps that continue the model's own rollouts
     critic_weight: float = 0.0  # the critic's gradient, relative to the squared error's
+    corrected_rows: float = 0.0  # of the rows of the other steps, which lead from own frames back
+
+    def __post_init__(self) -> None:
+        if self.own_rows and self.corrected_rows:
+            raise ValueError("a phase has own_rows and corrected_rows: expected one kind of them")
 
 
 @dataclass(frozen=True)
@@ -51,6 +56,7 @@ class Recipe:
     critic_penalty: float = 5.0  # see Judge.learn
     own_frames: int = 48  # length of the model's own rollouts
     own_every: int = 60  # steps after which they are made anew
+    corrected_frames: int = 24  # most own frames at the end of a corrected row
     seed: int = 0  # of the weights, noise, order of walks, and random houses
 
 
@@ -69,5 +75,7 @@ def tiny(recipe: Recipe) -> Recipe:
     size = 4 * recipe.world.patch
     small = {"num_layers": 2, "width": 128, "hidden_width": 128}
     world = dataclasses.replace(recipe.world, image_height=size, image_width=size, **small)
-    phases = tuple(dataclasses.replace(phase, batch=2) for phase in recipe.phases)
+    phases = tuple(
+        dataclasses.replace(phase, batch=2, frames=min(phase.frames, 24)) for phase in recipe.phases
+    )
     return dataclasses.replace(recipe, world=world, phases=phases, own_frames=24)

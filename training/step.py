@@ -55,12 +55,23 @@ class Step:
         """Rows of a sampled step that continue the model's own rollouts."""
         return round(self.phase.own_rows * self.phase.batch)
 
+    @property
+    def corrected_rows(self) -> int:
+        """Rows of a flow step whose history ends in the model's own frames."""
+        return round(self.phase.corrected_rows * self.phase.batch)
+
     def flow(
-        self, frames: torch.Tensor, actions: torch.Tensor, generator: torch.Generator
+        self,
+        frames: torch.Tensor,
+        actions: torch.Tensor,
+        generator: torch.Generator,
+        own: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
         """One pass at random flow times.
 
         frames uint8 [B,F,H,W,3], actions int64 [B,F]; adds to the gradients; returns what to log.
+        own, like frames, is the history of the last rows as the model makes it itself, in the form
+        in which a rollout commits it; what is asked for are the true frames there too.
         """
         config, recipe, phase = self.config, self.recipe, self.phase
         clean = self.model.tokenizer.encode(frames)
@@ -69,7 +80,11 @@ class Step:
             config, *shape, recipe.history_noise, recipe.clean_share, generator
         )
         times = draw_times(config, *shape, phase.grid_share, recipe.time_shift, generator)
-        history = self._noised(clean, history_times, generator)
+        past = clean
+        if own is not None:
+            past = torch.cat((clean[: -len(own)], self.model.tokenizer.encode(own)))
+            history_times[-len(own) :] = config.commit_time
+        history = self._noised(past, history_times, generator)
         noisy = self._noised(clean, times, generator)
         prediction = self._predict(history, history_times, noisy, times, actions)
         loss = flow_loss(prediction, clean, times, config.chunk_frames, recipe.weight_floor)

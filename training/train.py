@@ -219,10 +219,11 @@ class Course:
         self.own: OwnWalks | None = None
         if any(phase.sampled_share for phase in recipe.phases):
             self.judge = Judge(model.config, process.device, process.count, recipe.critic_penalty)
-        if any(phase.own_rows for phase in recipe.phases):
+        if any(phase.own_rows or phase.corrected_rows for phase in recipe.phases):
             rows = 2 * max(phase.batch for phase in recipe.phases)
-            self.own = OwnWalks(model, process.device, rows, recipe.own_frames)
+            self.own = OwnWalks(model, process.device, rows)
         self.sampled = 0  # steps that ran the sampler
+        self.corrected = 0  # steps of the phase at hand that led from own frames back
 
     def take(self, step: Step, call: int) -> dict[str, torch.Tensor]:
         """Forward and backward of the `call`-th step of its phase; returns what to log."""
@@ -230,17 +231,41 @@ class Course:
         due = int((call + 1) * phase.sampled_share) > int(call * phase.sampled_share)
         frames, actions = self.walks.sample(phase.batch, phase.frames, self.rng)
         if not due:
-            return step.flow(frames, actions, self.generator)
+            own = None
+            if rows := step.corrected_rows:
+                own, frames[-rows:], actions[-rows:] = self._corrected(step, call, rows)
+            return step.flow(frames, actions, self.generator, own)
         history, own_rows = frames.clone(), step.own_rows
         if own_rows and self.own is not None:
             if self.sampled % recipe.own_every == 0:
-                self.own.refresh(self.learner.averaged(), self.walks, self.rng)
+                weights, first = self.learner.averaged(), self.learner.model.config.chunk_frames
+                self.own.refresh(weights, self.walks, self.rng, first, recipe.own_frames)
             made, true, held = self.own.sample(own_rows, phase.frames, self.rng)
             history[-own_rows:], frames[-own_rows:], actions[-own_rows:] = made, true, held
         # the critic learns alone at first, and is then heard little by little
         weight = phase.critic_weight * min(1.0, max(0.0, self.sampled / 60 - 1))
         self.sampled += 1
         return step.sampled(frames, history, actions, weight, self.generator)
+
+    def _corrected(
+        self, step: Step, call: int, rows: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Sequences that end in the model's own frames, the true ones, and the actions.
+
+        So the model learns to come back from its own errors while it can still know the truth:
+        from what it saw before them.
+        """
+        assert self.own is not None
+        if call == 0:
+            self.corrected = 0
+        if self.corrected % self.recipe.own_every == 0:
+            size, length = self.learner.model.config.chunk_frames, step.phase.frames
+            most = min(self.recipe.corrected_frames, length - size) // size
+            own_frames = size * int(self.rng.integers(1, most + 1))
+            weights = self.learner.averaged()
+            self.own.refresh(weights, self.walks, self.rng, length - own_frames, own_frames)
+        self.corrected += 1
+        return self.own.sample(rows, step.phase.frames, self.rng)
 
 
 def train(course: Course, steps: list[Step], clock: Clock, journal: Journal | None) -> None:

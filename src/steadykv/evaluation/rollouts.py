@@ -141,16 +141,16 @@ def run_batch(
 ) -> tuple[torch.Tensor, BatchCost]:
     """Roll out one batch with a fresh cache: its video uint8 [B, T, H, W, 3] (CPU) and its cost.
 
-    Bytes over time are summed at the ends of the chunks from ``first_packed_frame`` on. Raises
-    NonFiniteError, with ``method`` (default: the name of ``config``) in it, after the first chunk
-    that brought NaN or Inf.
+    Bytes over time are summed at the ends of the generated chunks from ``first_packed_frame`` on.
+    Raises NonFiniteError, with ``method`` (default: the name of ``config``) in it, after the first
+    generated chunk by whose end there was NaN or Inf.
     """
     cache = new_cache(world, config, calibration, cache_dtype)
-    chunk_frames = world.config.chunk_frames
+    true_frames, chunk_frames = rows.frames.shape[1], world.config.chunk_frames
     over_time = [0.0, 0]
 
     def sample(done: int, total: int) -> None:
-        if (done + 1) * chunk_frames >= first_packed_frame:
+        if true_frames + done * chunk_frames >= first_packed_frame:
             ledger = cache.ledger()
             over_time[0] += ledger.compression * ledger.resident_bytes
             over_time[1] += ledger.resident_bytes

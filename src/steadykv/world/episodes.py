@@ -33,6 +33,7 @@ DAMAGE = (
 class Episodes:
     """`frames` uint8 [B,C,H,W,3], `actions` uint8 [B,N] and `names` [B].
 
+    `frames` are the true ones that a rollout begins with: C is a multiple of the chunk.
     `actions[b,i]` is the bit mask of the buttons held before frame i. `poses` float32 [B,N,3], if
     the simulator's are known, says where the true walk stood in frame i: x and y in map units,
     angle in degrees, counterclockwise.

@@ -129,14 +129,15 @@ def _check_request(config: WorldConfig, episodes: Episodes, frames: int) -> None
             f"try {-(-frames // size) * size}"
         )
     shape = (size, config.image_height, config.image_width, 3)
-    if tuple(episodes.frames.shape[1:]) != shape:
+    got = tuple(episodes.frames.shape[1:])
+    if got[1:] != shape[1:] or not got[0] or got[0] % size:
         raise ShapeError(
-            f"first frames: got {tuple(episodes.frames.shape[1:])} a row, expected {shape} for "
-            "this world; use walks recorded for it"
+            f"first frames: got {got} a row, expected {shape} for this world, or a multiple of "
+            f"{size} frames; use walks recorded for it"
         )
-    if episodes.actions.shape[1] < size + frames:
+    if episodes.actions.shape[1] < got[0] + frames:
         raise ShapeError(
-            f"actions: got {episodes.actions.shape[1]} a row, expected {size + frames}; "
+            f"actions: got {episodes.actions.shape[1]} a row, expected {got[0] + frames}; "
             "ask for fewer frames"
         )
     if int(episodes.actions.max()) >= config.num_actions:
@@ -160,9 +161,11 @@ def rollout(
 ) -> torch.Tensor:
     """Generate `frames` frames after the episodes' true first ones, under the episodes' actions.
 
-    `cache` is empty and laid out "BSHD"; `seeds` holds one seed a row. Returns uint8
-    [B, C + frames, H, W, 3] on the CPU, the C = chunk_frames true frames first. Keys and values
-    are handed over in `cache_dtype`. `on_chunk(done, total)` is called after each committed chunk.
+    The C true frames, chunk_frames or a multiple, are committed chunk by chunk, each in the one
+    pass that commits a generated chunk. `cache` is empty and laid out "BSHD"; `seeds` holds one
+    seed a row. Returns uint8 [B, C + frames, H, W, 3] on the CPU, the true frames first. Keys and
+    values are handed over in `cache_dtype`. `on_chunk(done, total)` is called after each generated
+    and committed chunk.
     Raises ShapeError when first frames or actions do not fit, ConfigError for a length that is no
     whole number of chunks or an unknown action, NonFiniteError when the model's output is not
     finite (looked at once a chunk, when its pixels go to the CPU).
@@ -181,22 +184,23 @@ def rollout(
     attend = CachedAttention(config, cache, attention, key_rope, cache_dtype)
     shape = (size, config.frame_tokens, config.channels)
     actions = episodes.actions.to(device, torch.int64)
-    total = frames // size
+    true_frames, total = episodes.frames.shape[1], frames // size
+    true_chunks = true_frames // size
     pixel_shape = (config.image_height, config.image_width, 3)
-    video = torch.empty(batch, size + frames, *pixel_shape, dtype=torch.uint8)
-    video[:, :size] = episodes.frames
+    video = torch.empty(batch, true_frames + frames, *pixel_shape, dtype=torch.uint8)
+    video[:, :true_frames] = episodes.frames
 
     def evaluate(x: torch.Tensor, time: float, chunk: int) -> torch.Tensor:
         span = slice(chunk * size, (chunk + 1) * size)
         times = torch.full((batch, size), time, device=device)
         return world(x.to(dtype), times, actions[:, span], attend, table).float()
 
-    clean = world.tokenizer.encode(episodes.frames)
-    for chunk in range(total + 1):
+    for chunk in range(true_chunks + total):
         attend.start = chunk * size * config.frame_tokens
         table = rope_table(config, chunk * size, size, device)
-        if chunk:
-            x = row_noise(row_seeds, episodes.names, chunk, "start", shape).to(device)
+        pixels = episodes.frames[:, chunk * size : (chunk + 1) * size]
+        if chunk >= true_chunks:
+            x = clean = row_noise(row_seeds, episodes.names, chunk, "start", shape).to(device)
             for time, following in zip(
                 config.noise_levels, (*config.noise_levels[1:], 1.0), strict=True
             ):
@@ -209,12 +213,12 @@ def rollout(
                 )
             pixels = world.tokenizer.decode(clean)
             video[:, chunk * size : (chunk + 1) * size] = pixels.cpu()
-            clean = world.tokenizer.encode(pixels)  # history holds what a viewer sees
+        clean = world.tokenizer.encode(pixels)  # history holds what a viewer sees
         noise = row_noise(row_seeds, episodes.names, chunk, "commit", shape).to(device)
         evaluate(
             config.commit_time * clean + (1 - config.commit_time) * noise, config.commit_time, chunk
         )
         cache.commit()
-        if chunk and on_chunk is not None:
-            on_chunk(chunk, total)
+        if chunk >= true_chunks and on_chunk is not None:
+            on_chunk(chunk - true_chunks + 1, total)
     return video

@@ -1,0 +1,62 @@
+"""Rows of a training step that lead from the model's own frames back to the true ones."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
+
+from recipe import Phase, Recipe, Recording
+from step import Step
+
+from .worlds import tiny_world
+
+FRAMES, BATCH = 9, 3
+
+
+def seen_by_flow(own: torch.Tensor | None) -> tuple[dict[str, Any], torch.Tensor]:
+    """What the network is given in a step, and the latents of the true frames."""
+    model = tiny_world().requires_grad_(True)
+    config = model.config
+    shape = (BATCH, FRAMES, config.image_height, config.image_width, 3)
+    frames = torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(0))
+    frames = frames.to(torch.uint8)
+    recipe = Recipe(config, Recording(("houses",), 1), (), history_noise=0.5, clean_share=0.0)
+    seen: dict[str, Any] = {}
+
+    def forward(history: torch.Tensor, times: torch.Tensor, *rest: torch.Tensor) -> torch.Tensor:
+        seen.update(history=history.clone(), times=times.clone())
+        return rest[0] * model.head.weight.sum()
+
+    step = Step(model, recipe, Phase(1.0, FRAMES, BATCH, corrected_rows=0.34), forward, None)
+    assert step.corrected_rows == 1
+    still = torch.zeros(BATCH, FRAMES, dtype=torch.int64)
+    step.flow(frames, still, torch.Generator().manual_seed(1), own)
+    return seen, model.tokenizer.encode(frames)
+
+
+def test_own_frames_are_a_history_as_a_rollout_commits_them() -> None:
+    model = tiny_world()
+    config = model.config
+    own = torch.full((1, FRAMES, config.image_height, config.image_width, 3), 200).to(torch.uint8)
+    plain, _ = seen_by_flow(None)
+    seen, _ = seen_by_flow(own)
+    made = model.tokenizer.encode(own)[0]
+    time = config.commit_time
+    assert (seen["times"][-1] == time).all()
+    assert not (plain["times"][-1] == time).any()
+    noise = (seen["history"][-1] - time * made) / (1 - time)
+    assert 0.9 < float(noise.std()) < 1.1  # what is added is noise of the committed time, no more
+    # the other rows are as they are without it
+    assert torch.equal(seen["times"][:-1], plain["times"][:-1])
+    assert torch.equal(seen["history"][:-1], plain["history"][:-1])
+
+
+def test_a_phase_has_own_rows_of_one_kind() -> None:
+    with pytest.raises(ValueError, match="one kind"):
+        Phase(1.0, 24, 4, own_rows=0.5, corrected_rows=0.5)
