@@ -103,13 +103,15 @@ ORIGIN = ("steadykv", "commit", "torch", "device_name")
 class Measured:
     """values: measure -> method -> rollout -> number. bits: by method. facts: see `SAME`.
 
-    origins: commits, devices and versions that the rows come from.
+    origins: commits, devices and versions that the rows come from. bare: a rollouts file that came
+    by itself, which does not say what it was measured on.
     """
 
     values: dict[str, dict[str, dict[Rollout, float]]] = field(default_factory=dict)
     bits: dict[str, float] = field(default_factory=dict)
     facts: dict[str, str] = field(default_factory=dict)
     origins: dict[str, set[str]] = field(default_factory=dict)
+    bare: Path | None = None
 
     def add(self, measure: str, method: str, rollout: Rollout, value: float) -> None:
         """Ends the program where the same rollout came out differently before."""
@@ -140,6 +142,13 @@ class Measured:
         """Rollouts of a result folder, or of a rollouts file."""
         if not run.exists():
             raise SystemExit(f"{run}: no such file or folder")
+        if not run.is_dir():
+            if self.bare is not None:
+                raise SystemExit(
+                    f"{run}: a second rollouts file beside {self.bare}, and neither says which "
+                    "world it is of; give one, or the folders of the runs"
+                )
+            self.bare = run
         file = either(run, ROLLOUTS_FILE) if run.is_dir() else run
         if file is None:
             raise SystemExit(f"{run} holds no {ROLLOUTS_FILE}, nor its gzip")

@@ -202,6 +202,9 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path) -> None:
         thresholds.main([str(run), "--at-qvg", "finest"])
     with pytest.raises(SystemExit):
         thresholds.main([str(run)])
+    bare = str(run / "rollouts.json.gz")
+    with pytest.raises(SystemExit, match="neither says which world it is of"):
+        thresholds.main([bare, bare, "--at-quantwm", "fine", "--first-frame", "2"])
 
 
 def test_targets_are_those_that_were_set() -> None:
