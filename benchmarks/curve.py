@@ -4,7 +4,8 @@
         --rename "label=METHOD" --image docs/images/steady-curve.png
 
 Reads what `steadykv compare --rows` wrote, plain or gzipped: PSNR over the frames that read packed
-data, flicker error and top-1 shift against bits per element at the end, with their intervals. The
+data, flicker error and top-1 shift against bits per element at the end, or with --mean over what
+those frames have read, with their intervals. The
 methods of --family, in any order, are joined by a line. Every method is drawn with its name, and of
 all others between --bits it is printed where they lie: "above" the line is better and "below" is
 worse, whichever way a measure goes, by linear interpolation between the line's points. A method
@@ -36,9 +37,15 @@ MEASURES = (
 
 
 def read_points(
-    rows: Sequence[Mapping[str, str]], measure: Measure, labels: Mapping[str, str]
+    rows: Sequence[Mapping[str, str]],
+    measure: Measure,
+    labels: Mapping[str, str],
+    bits: str = "bits_per_element",
 ) -> list[Point]:
-    """A point for each method that packs something; labels: method -> what it is called."""
+    """A point for each method that packs something; labels: method -> what it is called.
+
+    bits: the column of the bits.
+    """
     points = []
     for row in rows:
         method = row["method"]
@@ -48,7 +55,11 @@ def read_points(
         low, high = (measure.scale * float(text) if text else None for text in bounds)
         value = measure.scale * float(row[measure.column])
         label = labels.get(method, method)
-        points.append(Point(label, float(row["bits_per_element"]), value, low, high))
+        if not row.get(bits):
+            raise SystemExit(
+                f"{method} has no {bits}: its row is of an older run, leave out --mean"
+            )
+        points.append(Point(label, float(row[bits]), value, low, high))
     return points
 
 
@@ -155,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rename", nargs="*", default=[], metavar="LABEL=METHOD")
     parser.add_argument("--leave-out", nargs="*", default=[], help="methods that are no points")
     parser.add_argument("--bits", type=float, nargs=2, default=BITS, metavar=("LOW", "HIGH"))
+    parser.add_argument("--mean", action="store_true", help="bits in the mean, not at the end")
     parser.add_argument("--image", type=Path, help="where the figure goes, a PNG")
     given = parser.parse_args(arguments)
     labels = renamed(given.rename)
@@ -168,7 +180,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     panels: dict[Measure, list[Point]] = {}
     floors = {}
     for measure in MEASURES:
-        panels[measure] = points = read_points(rows, measure, labels)
+        bits = "bits_per_element_mean" if given.mean else "bits_per_element"
+        panels[measure] = points = read_points(rows, measure, labels, bits)
         own = [point for point in points if point.label in family]
         print(report(held_to_the_line(points, own, measure.sign, limits), measure))
         for row in rows:

@@ -164,3 +164,22 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         with pytest.raises(SystemExit, match="--rename"):
             renamed(wrong)
     assert renamed([f"short={LONG}"]) == {LONG: "short"}
+
+
+def test_bits_may_be_the_mean_over_time(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A method that is cheap at the end only is held to the line where its frames were made."""
+    rows = [row("small", 2.0, 30.0, 0.02, 0.6), row("large", 3.0, 40.0, 0.01, 0.2)]
+    rows = [one | {"bits_per_element_mean": one["bits_per_element"]} for one in rows]
+    rows.append(row("fades", 2.2, 34.0, 0.018, 0.5) | {"bits_per_element_mean": 2.6})
+    path = write_csv(tmp_path / "rows.csv", rows)
+    words = [str(path), "--family", "small", "large"]
+    told = {
+        "": "2.200 bits    34.00 (33.00 to 35.00)   line 32.00  above",
+        "--mean": "2.600 bits    34.00 (33.00 to 35.00)   line 36.00  below",
+    }
+    for option, line in told.items():
+        curve.main([*words, *option.split()])
+        assert line in capsys.readouterr().out
+    old = write_csv(tmp_path / "old.csv", ROWS)
+    with pytest.raises(SystemExit, match="has no bits_per_element_mean"):
+        curve.main([str(old), "--family", "small", "large", "--mean"])

@@ -7,6 +7,7 @@ import json
 import os
 import resource
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ from steadykv.evaluation.results import (
     write_json,
     write_metrics,
 )
-from steadykv.evaluation.rollouts import BatchCost, join_costs
+from steadykv.evaluation.rollouts import BatchCost, join_costs, run_batch
+
+from .worlds import tiny_episodes, tiny_world
 
 SCHEMA = Path(__file__).resolve().parent.parent / "docs" / "results-schema.md"
 
@@ -270,3 +273,27 @@ def test_parts_add_up_however_they_are_rounded() -> None:
     assert sum(cost.resident_parts.values()) == cost.resident_bytes == round(41 / 6)
     # A run begun by a release that kept no parts, and resumed: what is known of half is not shown.
     assert join_costs(preset("qvg"), [*batches, batch({})]).resident_parts is None
+    assert cost.bits_per_element_mean is None
+    known = [
+        replace(one, bits_per_element_mean=mean)
+        for one, mean in zip(batches, (3.0, 2.0), strict=True)
+    ]
+    assert join_costs(preset("qvg"), known).bits_per_element_mean == 2.5
+    assert join_costs(preset("qvg"), [*known, batches[0]]).bits_per_element_mean is None
+
+
+@pytest.mark.parametrize("method", ["qvg", "steady"])
+def test_mean_bits_are_those_that_chunks_have_read(method: str) -> None:
+    """The end of a shorter rollout is what the next chunk of a longer one reads."""
+    world, walks = tiny_world(), tiny_episodes(2)
+    chunk = world.config.chunk_frames
+    config = preset(method, centroids=8, span_chunks=2, window_frames=world.config.window_frames)
+    first = first_packed_frame(config.policy, chunk)
+
+    def cost_of(frames: int) -> BatchCost:
+        return run_batch(world, walks, [0, 0], config, frames=frames, first_packed_frame=first)[1]
+
+    read = [cost_of(frames).bits_per_element for frames in range(first - chunk, 6 * chunk, chunk)]
+    cost = cost_of(6 * chunk)
+    assert cost.bits_per_element_mean == pytest.approx(sum(read) / len(read))
+    assert (cost.bits_per_element_mean > cost.bits_per_element + 0.1) is (method == "steady")

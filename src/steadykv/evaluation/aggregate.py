@@ -44,11 +44,13 @@ class MethodCost:
     """What the caches of one method's rollouts cost, per rollout. See docs/results-schema.md.
 
     resident_parts: bytes by part of the ledger, which add up to resident_bytes.
+    bits_per_element_mean: over time, None in rows of older runs.
     """
 
     keys: str
     values: str
     bits_per_element: float
+    bits_per_element_mean: float | None
     compression: float
     compression_mean: float
     resident_bytes: int

@@ -133,8 +133,9 @@ class Progress:
 
 def _cost(found: Mapping[str, Any]) -> BatchCost:
     """Raises KeyError for a part that is missing; parts that a later release adds are ignored."""
-    needed = [entry.name for entry in fields(BatchCost) if entry.default_factory is MISSING]
-    known = {entry.name for entry in fields(BatchCost)} & set(found)
+    every = fields(BatchCost)
+    needed = [e.name for e in every if e.default is MISSING and e.default_factory is MISSING]
+    known = {entry.name for entry in every} & set(found)
     return BatchCost(**{name: found[name] for name in [*needed, *(known - set(needed))]})
 
 

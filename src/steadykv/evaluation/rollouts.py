@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from statistics import fmean
 from typing import Protocol
 
 import torch
@@ -55,6 +56,8 @@ class BatchCost:
     """One batch: rollouts in it, the final ledger, sums over chunk ends, wall-clock seconds.
 
     resident_parts: the final ledger's bytes by part; empty in batches of older runs.
+    bits_per_element_mean: over what the chunks that read packed data have read; None in batches of
+    older runs.
     """
 
     rollouts: int
@@ -67,16 +70,20 @@ class BatchCost:
     seconds: float
     dropped_dense_tokens: int
     resident_parts: dict[str, int] = field(default_factory=dict)
+    bits_per_element_mean: float | None = None
 
 
 def join_costs(config: CacheConfig, batches: Sequence[BatchCost]) -> MethodCost:
     """Cost of a method per rollout, from its batches."""
     rollouts = sum(batch.rollouts for batch in batches)
     resident = sum(batch.resident_bytes for batch in batches)
+    means = [(b.bits_per_element_mean, b.rollouts) for b in batches]
+    known = [mean * count for mean, count in means if mean is not None]
     return MethodCost(
         keys=config.keys.method,
         values=config.values.method,
         bits_per_element=sum(b.bits_per_element * b.rollouts for b in batches) / rollouts,
+        bits_per_element_mean=sum(known) / rollouts if len(known) == len(batches) else None,
         compression=sum(batch.bf16_bytes for batch in batches) / resident,
         compression_mean=sum(batch.bf16_bytes_over_time for batch in batches)
         / sum(batch.resident_bytes_over_time for batch in batches),
@@ -148,12 +155,15 @@ def run_batch(
     cache = new_cache(world, config, calibration, cache_dtype)
     true_frames, chunk_frames = rows.frames.shape[1], world.config.chunk_frames
     over_time = [0.0, 0]
+    bits_read: list[float] = []
 
     def sample(done: int, total: int) -> None:
         if true_frames + done * chunk_frames >= first_packed_frame:
             ledger = cache.ledger()
             over_time[0] += ledger.compression * ledger.resident_bytes
             over_time[1] += ledger.resident_bytes
+            if done < total:  # what the last chunk leaves is read by none
+                bits_read.append(ledger.bits_per_element)
         if on_chunk is not None:
             on_chunk(done, total)
 
@@ -184,6 +194,7 @@ def run_batch(
         seconds=seconds,
         dropped_dense_tokens=max(layer.dropped_dense_tokens for layer in cache),
         resident_parts=ledger.parts,
+        bits_per_element_mean=fmean(bits_read) if bits_read else ledger.bits_per_element,
     )
     return video, cost
 

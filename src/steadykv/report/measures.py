@@ -58,6 +58,10 @@ class Measure:
         """The small line below the number: its interval, or the mean over time of a final value."""
         if self.path == ("compression",):
             return f"mean {self.show(row['compression_mean'])}"
+        if self.path == ("bits_per_element",):
+            mean = row.get("bits_per_element_mean")
+            text = "" if mean is None else self.show(mean)
+            return f"mean {text}" if text not in ("", self.show(row["bits_per_element"])) else ""
         return self.interval(row)
 
     def paired(self, row: Row) -> tuple[str, str] | None:
