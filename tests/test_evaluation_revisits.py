@@ -8,9 +8,12 @@ import pytest
 from steadykv.errors import ConfigError, NonFiniteError, ShapeError
 from steadykv.evaluation.revisits import (
     LEFT,
+    NEAR,
     RIGHT,
     Revisit,
+    returning,
     revisits,
+    same_view,
     scripted,
     there_and_back,
     turn_poses,
@@ -108,6 +111,33 @@ def test_a_whole_turn_comes_back_and_standing_still_does_not() -> None:
     assert all(pair.second >= 81 for pair in found)
     assert Revisit(10, 82, False, 17) in found
     assert not revisits(np.zeros((50, 3)), window_frames=21)
+
+
+def test_a_return_names_the_frame_that_saw_the_view_last() -> None:
+    """5 frames of a view, a way out and back that takes 70, and 3 of about the same view."""
+    here, far = [(0, 0, 350)] * 5, [(500, 0, 0)] * 66
+    doorway = [(60, 0, 350), (50, 0, 350)]  # not the view (48), and not away from it (64)
+    poses = np.array([*here, *doorway, *far, *doorway, (-30, 0, 4), (0, 0, 5), (0, 0, 6)])
+    assert returning(poses).tolist() == [-1] * 73 + [6, 6, 4, 4, -1]  # 16 degrees are another view
+    assert returning(poses, (71, 71)).tolist() == [-1] * 75 + [4, -1, -1]
+    assert returning(poses, (72, 80)).tolist() == [-1] * 76 + [4, -1]
+    assert (returning(poses[:73]) == -1).all()
+    # A glance from elsewhere, 30 frames before, makes the absence too short.
+    poses[45] = poses[0]
+    assert (returning(poses)[75:] == -1).all()
+    assert returning(poses, (30, 40)).tolist()[-3:] == [45, 45, -1]
+
+
+def test_the_same_view_is_near_in_place_and_angle() -> None:
+    poses = np.array([(0, 0, 359), (0, 48, 14), (0, 49, 0), (np.nan, 0, 0)])
+    expected = np.eye(4, dtype=bool)
+    expected[0, 1] = expected[1, 0] = expected[1, 2] = expected[2, 1] = True
+    expected[3, 3] = False  # nobody knows
+    assert (same_view(poses) == expected).all()
+    assert (same_view(poses, (49.0, 15.0))[:3, :3] == np.ones((3, 3))).all()
+    assert NEAR == (48.0, 15.0)
+    with pytest.raises(ShapeError, match="expected \\[T, 3\\]"):
+        same_view(poses[0])
 
 
 def test_what_means_nothing_is_refused() -> None:

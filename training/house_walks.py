@@ -22,14 +22,10 @@ import numpy as np
 from data import FORWARD, LEFT, RIGHT, TICS_PER_FRAME, File, Walk, new_game
 from houses import House, Point, make_house, write_wad
 
-from steadykv.evaluation.revisits import revisits
+from steadykv.evaluation.revisits import RETURN_FRAMES, returning
 
 if TYPE_CHECKING:
     import vizdoom
-
-REVISIT = (60, 110)  # frames ago
-# map units and degrees: up to NEAR two poses show the same view, beyond AWAY the walker has left it
-NEAR, AWAY = (48.0, 15.0), (64.0, 30.0)
 
 
 @dataclass(frozen=True)
@@ -210,37 +206,27 @@ def _record(game: vizdoom.DoomGame, visitor: Visitor, file: File) -> Walk:
     return Walk(np.stack(frames), np.array(actions, np.uint8), np.array(poses, np.float32))
 
 
-def returning(poses: np.ndarray) -> np.ndarray:
-    """Which frames of a walk show a view that was last left after it was seen REVISIT frames ago.
-
-    poses float32 [N,3] -> bool [N].
-    """
-    found, later = np.zeros(len(poses), bool), np.zeros(len(poses), bool)
-    for pair in revisits(poses, window_frames=REVISIT[0], near=NEAR, away=AWAY):
-        (later if pair.within else found)[pair.second] |= pair.within or pair.gap <= REVISIT[1]
-    return found & ~later
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--walks", type=Path, required=True)
     arguments = parser.parse_args()
+    shortest, longest = RETURN_FRAMES
     for kind in ("heldout", "train"):
         share, with_one, count = [], [], 0
         for path in sorted(arguments.walks.glob(f"{kind}-*.npz")):
             with np.load(path) as file:
                 poses = np.split(file["poses"], np.cumsum(file["lengths"])[:-1])
             for walk in poses:
-                share.append(returning(walk)[REVISIT[1] :])
+                share.append(returning(walk)[longest:] >= 0)
                 with_one.append(bool(share[-1].any()))
                 count += len(walk)
         if share:
             print(
                 f"{kind}: {len(share)} walks, {count} frames; "
-                f"{np.concatenate(share).mean():.1%} of the frames after the first {REVISIT[1]} "
-                f"show a view left {REVISIT[0]} to {REVISIT[1]} frames ago; "
+                f"{np.concatenate(share).mean():.1%} of the frames after the first {longest} "
+                f"show a view left {shortest} to {longest} frames ago; "
                 f"{np.mean(with_one):.1%} of the walks have one"
             )
 

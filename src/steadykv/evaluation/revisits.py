@@ -23,6 +23,12 @@ TURN_DEGREES = 640 * 360 / 65536
 SLOW_TICS = 5
 """The first tics of a held turn go half as far; changing sides does not start them anew."""
 
+NEAR, AWAY = (48.0, 15.0), (64.0, 30.0)
+"""Map units and degrees: up to NEAR two poses of a walk through a simulator show the same view,
+beyond AWAY the walker has left it."""
+RETURN_FRAMES = (60, 110)
+"""How long ago a view was last seen that a walk returns to, at least and at most."""
+
 
 def there_and_back(frames: int, sweep: int) -> NDArray[np.uint8]:
     """Buttons [frames]: turn left for `sweep` frames, right for as many, and again until the end.
@@ -107,11 +113,7 @@ def revisits(
     a few arrays of T x T. Raises ShapeError, NonFiniteError for infinite poses, ConfigError if
     `away` does not exceed `near` or the window is shorter than a chunk.
     """
-    places = np.asarray(poses, dtype=np.float64)
-    if places.ndim != 2 or places.shape[1] != 3:
-        raise ShapeError(f"poses have shape {places.shape}; expected [T, 3]: x, y, heading")
-    if np.isinf(places).any():
-        raise NonFiniteError("poses hold inf; expected numbers, or NaN where a pose is unknown")
+    distance, turned = _apart(poses)
     if not (0 <= near[0] < away[0] and 0 <= near[1] < away[1]):
         raise ConfigError(f"near is {near}, away {away}; expected larger distances to be away")
     if not 1 <= chunk_frames <= window_frames or sink_frames < 0:
@@ -119,12 +121,10 @@ def revisits(
             f"window_frames is {window_frames}, chunk_frames {chunk_frames}, sink_frames "
             f"{sink_frames}; expected a window of at least a chunk of at least one frame"
         )
-    distance = np.hypot(*(places[:, None, :2] - places[None, :, :2]).transpose(2, 0, 1))
-    turned = np.abs((places[:, None, 2] - places[None, :, 2] + 180.0) % 360.0 - 180.0)
     same = (distance <= near[0]) & (turned <= near[1])  # NaN compares as False
     left = (distance > away[0]) | (turned > away[1])
     found = []
-    for second in range(len(places)):
+    for second in range(len(distance)):
         oldest = (second // chunk_frames + 1) * chunk_frames - window_frames
         earlier = np.arange(second)
         seen = (earlier >= oldest) | (earlier < sink_frames)
@@ -139,6 +139,41 @@ def revisits(
                 others = departures[seen[departures] == within]
                 found.append(Revisit(first, second, within, _closest(others, first)))
     return found
+
+
+def returning(poses: ArrayLike, frames_ago: tuple[int, int] = RETURN_FRAMES) -> NDArray[np.int64]:
+    """Of each frame that shows a view left so long ago: the frame that saw it last; -1 of others.
+
+    `poses` [T, 3] as in `revisits`, with NEAR and AWAY; `frames_ago`: at least and at most. A view
+    that was seen and left again more recently is no return. Returns int64 [T].
+    """
+    shortest, longest = frames_ago
+    seen = np.full(len(np.asarray(poses)), -1)
+    for pair in revisits(poses, window_frames=shortest, near=NEAR, away=AWAY):
+        seen[pair.second] = max(seen[pair.second], pair.first)
+    gap = np.arange(len(seen)) - seen
+    return np.where((seen >= 0) & (gap >= shortest) & (gap <= longest), seen, -1)
+
+
+def same_view(poses: ArrayLike, limit: tuple[float, float] = NEAR) -> NDArray[np.bool_]:
+    """Which frames of `poses` [T, 3] are within `limit` of which: bool [T, T].
+
+    `limit`: distance and degrees, as `near` of `revisits`, whose errors of poses it raises.
+    """
+    distance, turned = _apart(poses)
+    return (distance <= limit[0]) & (turned <= limit[1])
+
+
+def _apart(poses: ArrayLike) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """Distances and angles, 0 to 180 degrees, between all poses [T, 3]: both [T, T]."""
+    places = np.asarray(poses, dtype=np.float64)
+    if places.ndim != 2 or places.shape[1] != 3:
+        raise ShapeError(f"poses have shape {places.shape}; expected [T, 3]: x, y, heading")
+    if np.isinf(places).any():
+        raise NonFiniteError("poses hold inf; expected numbers, or NaN where a pose is unknown")
+    distance = np.hypot(*(places[:, None, :2] - places[None, :, :2]).transpose(2, 0, 1))
+    turned = np.abs((places[:, None, 2] - places[None, :, 2] + 180.0) % 360.0 - 180.0)
+    return distance, turned
 
 
 def _closest(frames: NDArray[np.int64], wanted: int) -> int | None:
