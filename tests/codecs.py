@@ -25,6 +25,7 @@ class CodecCase:
     is_warmed: encode with query statistics (a codec that needs none ignores them).
     constant_range: what constants come back as, where the stored numbers saturate.
     constant_error: relative and absolute error that rounding the stored numbers makes in others.
+    constant_peak: from here on what an FP8 centroid leaves of a constant saturates FP8 scales.
     """
 
     name: str
@@ -33,6 +34,7 @@ class CodecCase:
     is_warmed: bool = True
     constant_range: tuple[float, float] = (-math.inf, math.inf)
     constant_error: tuple[float, float] = (2**-8, 1e-8)
+    constant_peak: float = math.inf
 
     def __str__(self) -> str:
         return self.name
@@ -217,6 +219,7 @@ CASES = [
         CodecConfig("quantwm", bits=3, centroids=16, metadata="fp8", centroid_format="fp8"),
         (19.3, 21.7),
         constant_error=FP8_CENTROID,
+        constant_peak=448 * 2**5,
     ),
 ]
 KEY = SpanKey(layer=3, tensor="key", span=2)

@@ -160,6 +160,10 @@ def test_constants_come_back(case: CodecCase, value: float) -> None:
     stored = max(min(value, high), low)
     relative, absolute = case.constant_error
     decoded = payload.decode(torch.float32)
+    if abs(value) > case.constant_peak:  # off by no more than the centroid, and not in silence
+        assert payload.flags["saturated"].all()
+        assert decoded.allclose(x, rtol=2**-4, atol=0)
+        return
     expected = torch.full_like(x, stored)
     expected[:, :, : case.config.first_tokens] = value  # these stay dense
     assert decoded.allclose(expected, rtol=relative, atol=absolute)

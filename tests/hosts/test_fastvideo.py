@@ -92,7 +92,7 @@ def test_every_span_is_packed_once(kind, method):
     wanted = kind().forward(noise_of(30), [3] * 10)
     host = kind()
     with skv.attach(host, config=small_config(method)) as caches:
-        if kind is MatrixGame2Stage and method != "qvg":
+        if kind is MatrixGame2Stage and skv.preset(method).needs_queries:
             assert "queries cannot be observed (Matrix-Game" in caches.notes[0]
         got = host.forward(noise_of(30), [3] * 10)
         assert_packed_once(caches["main"])
