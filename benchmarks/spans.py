@@ -1,6 +1,6 @@
 """Span length and batch: what they do to bits, bytes and speed, as two tables and rows as CSV.
 
-    python -m benchmarks.spans --csv layer.csv --rollouts-csv rollouts.csv     # a GPU, two minutes
+    python -m benchmarks.spans --csv layer.csv --rollouts-csv rollouts.csv     # a GPU
     python -m benchmarks.spans --tables layer --methods qvg4 --spans 1 2 4 --batches 1 8
     python -m benchmarks.spans --tables rollouts --world rooms --chunks 11
     python -m benchmarks.spans --device cpu --tiny                             # whether it runs
