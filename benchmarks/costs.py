@@ -17,59 +17,28 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
-from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from steadykv.codecs import Payload, QueryMoment, codec_for, encode
-from steadykv.codecs.encoder import in_kernels
+from steadykv.codecs import QueryMoment
 from steadykv.config import CacheConfig, parse_method
 from steadykv.errors import ConfigError
 from steadykv.evaluation.bench import machine_facts
 
 from .encode_cpu import append, spread
+from .layer_work import Call, Pair, Row, has_kernels, in_turns, sample, sample_moment
 
 METHODS = ("qvg", "quantwm", "steady")
 BASELINE = "quantwm"
 # Heads, tokens of a span, channels: Wan 1.3B, LongCat.
 SHAPES = {"wan": (12, 4680, 128), "longcat": (32, 29640, 128)}
 TINY = (2, 96, 32)
-MEANS, QUERIES, SPANS = 256, 4680, 3
+QUERIES, SPANS = 4680, 3
 CALLS, ROUNDS = 3, 9
 WORKS = ("encode", "window", "newest", "older")
-
-Row = dict[str, Any]
-Call = Callable[[], object]
-
-
-def sample(heads: int, tokens: int, width: int, rng: torch.Generator) -> Tensor:
-    """BF16 [1, H, S, D]: one of 256 means a token, and noise of 0.4."""
-    named: Any = {"device": rng.device, "generator": rng}
-    means = torch.randn(heads, MEANS, width, **named)
-    chosen = torch.randint(0, MEANS, (heads, tokens, 1), **named)
-    noise = torch.randn(heads, tokens, width, **named)
-    return (means.gather(1, chosen.expand(-1, -1, width)) + 0.4 * noise).bfloat16()[None]
-
-
-class Pair(NamedTuple):
-    """Payloads of the same span."""
-
-    keys: Payload
-    values: Payload
-
-    def unrefined(self) -> Pair:
-        """As the cache keeps it when it is no longer new."""
-        return Pair(self.keys.unrefined(), self.values.unrefined())
-
-    def decode(self, out: Tensor) -> None:
-        """Into [2, 1, S, H, D]."""
-        for payload, dense in zip(self, out, strict=True):
-            payload.decode(out=dense.transpose(1, 2))
 
 
 class Work(NamedTuple):
@@ -83,8 +52,7 @@ def works_of(config: CacheConfig, k: Tensor, v: Tensor, moment: QueryMoment, out
     """out: BF16 [2, SPANS, 1, S, H, D] for what is decoded."""
 
     def packed() -> Pair:
-        stats = moment if config.keys.needs_queries else None
-        return Pair(encode(k, config.keys, stats=stats), encode(v, config.values))
+        return Pair.packed(config, k, v, moment)
 
     newest = packed()
     spans = [packed().unrefined() for _ in range(SPANS - 1)] + [newest]
@@ -105,44 +73,15 @@ def works_of(config: CacheConfig, k: Tensor, v: Tensor, moment: QueryMoment, out
         name: float((out[:, number].float() - dense).norm() / dense.norm())
         for name, number in (("newest", SPANS - 1), ("older", 0))
     }
-    kernels = [in_kernels(codec_for(codec), k.device) for codec in (config.keys, config.values)]
     facts = {
-        "kernels": all(kernels),
-        **{f"bits_{name}": _bits(pair) for name, pair in (("newest", newest), ("older", spans[0]))},
+        "kernels": has_kernels(config, k.device),
+        "bits_newest": newest.bits_per_element,
+        "bits_older": spans[0].bits_per_element,
         **{f"error_{name}": error for name, error in errors.items()},
         "keys": json.dumps(config.keys.to_dict()),
         "values": json.dumps(config.values.to_dict()),
     }
     return Work(calls, facts)
-
-
-def _bits(pair: Pair) -> float:
-    return sum(payload.bits_per_element for payload in pair) / 2
-
-
-def seconds_of(call: Call, count: int, device: torch.device) -> float:
-    """Of one call, the mean of `count` of them."""
-    if device.type != "cuda":
-        begin = time.perf_counter()
-        for _ in range(count):
-            call()
-        return (time.perf_counter() - begin) / count
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize(device)
-    start.record()
-    for _ in range(count):
-        call()
-    end.record()
-    torch.cuda.synchronize(device)
-    return float(start.elapsed_time(end)) / 1e3 / count
-
-
-def captured(call: Call) -> Call:
-    """The call as a CUDA graph to replay; it has run before, and so has compiled."""
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph.replay
 
 
 def measure(
@@ -152,26 +91,15 @@ def measure(
     heads, tokens, width = shape
     rng = torch.Generator(device).manual_seed(0)
     k, v = (sample(*shape, rng) for _ in range(2))
-    moment = QueryMoment.empty(1, heads, width, device=device)
-    queries = torch.randn(1, heads, min(QUERIES, tokens), width, device=device, generator=rng)
-    moment.update(queries.bfloat16())
+    moment = sample_moment(1, heads, min(QUERIES, tokens), width, rng)
     out = torch.empty(2, SPANS, 1, tokens, heads, width, dtype=torch.bfloat16, device=device)
     methods = list(dict.fromkeys([*given.methods, BASELINE]))
     changes = {"centroids": 8} if given.tiny else {}
     works = {
         method: works_of(parse_method(method, **changes), k, v, moment, out) for method in methods
     }
-    times: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for number in range(given.rounds + 1):
-        for method in methods:
-            calls = works[method].calls
-            for work, call in calls.items():
-                seconds = seconds_of(call, given.calls, device)
-                if number:  # the first round loads and compiles
-                    times[method, work].append(seconds)
-            if not number and device.type == "cuda":
-                decoding = {f"{work}, captured": captured(calls[work]) for work in WORKS[1:]}
-                calls.update(decoding)
+    turns = {method: works[method].calls for method in methods}
+    times = in_turns(turns, given.rounds, given.calls, device, capture=WORKS[1:])
     rows = []
     for work in works[BASELINE].calls:
         baseline = spread(times[BASELINE, work])[1]

@@ -18,7 +18,8 @@ from torch.profiler import ProfilerActivity, profile
 from steadykv.codecs import QueryMoment, encode
 from steadykv.config import CodecConfig, parse_method
 
-from .costs import QUERIES, SHAPES, sample
+from .costs import QUERIES, SHAPES
+from .layer_work import sample, sample_moment
 
 HEADS, TOKENS, WIDTH = SHAPES["longcat"]
 CALLS = 3
@@ -47,8 +48,7 @@ def main() -> None:
     given = parser.parse_args()
     rng = torch.Generator("cuda").manual_seed(0)
     k, v = (sample(HEADS, TOKENS, WIDTH, rng) for _ in range(2))
-    moment = QueryMoment.empty(1, HEADS, WIDTH, device="cuda")
-    moment.update(torch.randn(1, HEADS, QUERIES, WIDTH, device="cuda", generator=rng).bfloat16())
+    moment = sample_moment(1, HEADS, QUERIES, WIDTH, rng)
     for method in given.methods:
         config = parse_method(method)
         for name, x, codec in (("keys", k, config.keys), ("values", v, config.values)):
