@@ -45,7 +45,8 @@ def preset(name: str, /, **overrides: Any) -> CacheConfig:
     """The named configuration; `overrides` as in `CacheConfig.replace`."""
     if name not in PRESETS:
         raise ConfigError(
-            f"unknown method {name!r}: known are {', '.join(PRESETS)}, or keys:values"
+            f"unknown method {name!r}: known are {', '.join(PRESETS)}; "
+            "parse_method takes keys:values and NAME@FIELD=VALUE"
         )
     keys, values, policy = PRESETS[name]
     config = CacheConfig(CodecConfig(**keys), CodecConfig(**values), CachePolicy(**policy), name)
