@@ -17,7 +17,6 @@ there, if long enough: frames do not depend on later ones. `--features` adds the
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -34,6 +33,7 @@ from steadykv.evaluation.metrics.drift import drift
 from steadykv.evaluation.metrics.horizon import revisit_consistency, windowed_psnr
 from steadykv.evaluation.protocol import FLOOR, Protocol, first_packed_frame
 from steadykv.evaluation.provenance import environment
+from steadykv.evaluation.results import write_csv
 from steadykv.evaluation.revisits import Revisit, revisits, scripted, there_and_back, turn_poses
 from steadykv.evaluation.rollouts import run_batch
 from steadykv.world import Episodes, WorldModel, load_episodes, load_world
@@ -245,10 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(table(rows))
     if given.csv is not None:
         given.csv.parent.mkdir(parents=True, exist_ok=True)
-        with given.csv.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
+        write_csv(given.csv, rows)
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:

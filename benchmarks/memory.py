@@ -22,10 +22,8 @@ possible: its rotary positions then go beyond what the model was trained with.
 from __future__ import annotations
 
 import argparse
-import csv
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -38,6 +36,7 @@ from steadykv.cli.session import network_dtype
 from steadykv.config import CacheConfig, CachePolicy
 from steadykv.errors import ConfigError
 from steadykv.evaluation.protocol import FLOOR, Protocol
+from steadykv.evaluation.results import write_csv
 from steadykv.evaluation.revisits import AWAY
 from steadykv.world import WorldConfig, load_world
 
@@ -143,16 +142,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for setting in chosen:
         rows += bench.rows(setting)
         if given.csv is not None:  # after every setting, so that an interruption loses one
-            _write(given.csv, rows)
+            given.csv.parent.mkdir(parents=True, exist_ok=True)
+            write_csv(given.csv, rows)
     print(summary(rows, against))
-
-
-def _write(path: Path, rows: Sequence[dict[str, Any]]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(rows[0]))
-        writer.writeheader()
-        writer.writerows(rows)
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:
