@@ -14,7 +14,7 @@ import pytest
 
 from steadykv.cli.main import main
 from steadykv.evaluation.store import read_store
-from tests.videos import moving, noisy, write_video
+from tests.videos import damaged_packet, moving, noisy, write_video
 
 VIDEO = moving(12)
 FILES = {"measure.json", "report.html", "runs.jsonl"}
@@ -152,9 +152,7 @@ def test_options_that_mean_nothing_are_refused_in_one_line(
 def test_the_process_says_one_line_and_nothing_of_its_libraries(tmp_path: Path) -> None:
     """FFmpeg's own messages go past Python to the terminal; none must."""
     whole = write_video(tmp_path / "a.mkv", VIDEO, **H264, options={"crf": "5"})
-    data = bytearray(whole.read_bytes())
-    data[len(data) // 2 : len(data) // 2 + 200] = bytes(200)
-    (tmp_path / "b.mkv").write_bytes(data)
+    (tmp_path / "b.mkv").write_bytes(damaged_packet(whole, 6))
     paths = [str(whole), str(tmp_path / "b.mkv")]
     done = subprocess.run(
         [sys.executable, "-m", "steadykv", "measure", *paths, "--out", str(tmp_path / "out")],

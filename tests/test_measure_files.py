@@ -11,7 +11,7 @@ import pytest
 
 from steadykv.errors import ConfigError, ShapeError, SteadyKVError
 from steadykv.evaluation.video_pair import CHUNK_FRAMES, PairOptions, VideoPair
-from tests.videos import Frames, moving, noisy, write_sound, write_video
+from tests.videos import Frames, damaged_packet, moving, noisy, write_sound, write_video
 
 VIDEO = moving(20)
 H264 = {"codec": "libx264", "pixel_format": "yuv420p"}
@@ -334,11 +334,8 @@ def test_a_file_that_ends_early_is_noted_even_beside_itself(tmp_path: Path) -> N
 
 def test_a_damaged_frame_ends_the_reading_there(tmp_path: Path) -> None:
     whole = write_video(tmp_path / "whole.mkv", VIDEO, **H264, options={"crf": "5"})
-    data = bytearray(whole.read_bytes())
-    middle = len(data) * 6 // 10
-    data[middle : middle + 400] = bytes(400)
     broken = tmp_path / "broken.mkv"
-    broken.write_bytes(data)
+    broken.write_bytes(damaged_packet(whole, 11))
     with pytest.raises(SteadyKVError, match=r"broken after \d+ frames \(.*--end \d+") as caught:
         read(whole, broken)
     held = int(str(caught.value).rsplit("--end ", 1)[1])

@@ -80,6 +80,19 @@ def write_video(
     return path
 
 
+def damaged_packet(path: Path, number: int) -> bytes:
+    """The file of an H.264 video, the length of one packet's first unit made impossible.
+
+    What a decoder always sees, whatever the encoder wrote, which differs from run to run: zeros
+    within a packet may be another valid picture, and zeros between packets lose a frame unseen.
+    """
+    data = path.read_bytes()
+    with av.open(str(path)) as container:
+        packet = bytes([p for p in container.demux() if p.size][number])
+    at = data.index(packet)
+    return data[:at] + bytes([255] * 4) + data[at + 4 :]
+
+
 def write_sound(path: Path) -> Path:
     """A second of silence and no video."""
     with av.open(str(path), "w") as container:
