@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.worlds import tiny_episodes, tiny_world
+
 TRAINING = Path(__file__).parents[1] / "training"
 RECIPES = sorted(TRAINING.glob("*.json"))
 
@@ -37,6 +39,23 @@ def test_every_recipe_trains_a_tiny_model(recipe: Path, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-2000:]
     assert "steps in" in done.stdout
     assert (tmp_path / "run" / "average.safetensors").exists()
+
+
+def test_a_long_run_measures_its_sharpness_all_the_way() -> None:
+    pytest.importorskip("cv2")
+    sys.path.insert(0, str(TRAINING))
+    from evaluate import gradient_energy, long_run
+
+    world, episodes = tiny_world(), tiny_episodes(2, frames=211)
+    bank = episodes.frames.flatten(0, 1)
+    numbers, video = long_run(world, episodes, bank)
+    assert numbers["frames"] == 207  # whole chunks after the given one
+    assert video.shape[1] == 210
+    parts = [video[:, first : first + 100].flatten(0, 1) for first in (3, 103, 203)]
+    wanted = [float(gradient_energy(part) / gradient_energy(bank)) for part in parts]
+    assert numbers["gradient_energy_by_100_frames"] == pytest.approx(wanted)
+    assert numbers["cache_bytes_full"] == numbers["cache_bytes_end"]
+    assert min(numbers["smallest_deviation_within"], numbers["deviation_within_frames"]) > 1
 
 
 def test_an_unreadable_recording_ends_the_run(tmp_path: Path) -> None:

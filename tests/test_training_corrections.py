@@ -11,6 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 
+from losses import faded
 from recipe import Phase, Recipe, Recording
 from step import Step
 
@@ -55,6 +56,24 @@ def test_own_frames_are_a_history_as_a_rollout_commits_them() -> None:
     # the other rows are as they are without it
     assert torch.equal(seen["times"][:-1], plain["times"][:-1])
     assert torch.equal(seen["history"][:-1], plain["history"][:-1])
+
+
+def test_faded_histories_lose_detail_chunk_by_chunk() -> None:
+    latents = torch.ones(200, 9, 2, 24)
+    out = faded(latents, 3, 0.4, torch.Generator().manual_seed(0))
+    assert torch.equal(out[..., 0], latents[..., 0])  # the mean colour stays
+    lost = (out != latents).flatten(1).any(1)
+    assert 0.3 < lost.float().mean() < 0.5
+    some = out[lost]
+    assert (some.diff(dim=-1) <= 0).all()
+    assert (some > 0).all()
+    chunks = some.unflatten(1, (3, 3))
+    assert torch.equal(chunks, chunks[:, :, :1].expand_as(chunks))
+    last = chunks[:, :, 0, 0, -1]
+    assert last.min() < 0.1
+    assert last.max() > 0.95
+    assert (last.std(1) > 0).all()
+    assert torch.equal(faded(latents, 3, 0.0, torch.Generator().manual_seed(0)), latents)
 
 
 def test_a_phase_has_own_rows_of_one_kind() -> None:

@@ -11,14 +11,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 
 from data import FORWARD, LEFT, RIGHT, File
-from house_walks import Visitor, record_houses
+from house_walks import SCREEN, VIEW_DEGREES, Visitor, record_houses
 from houses import PLAYER_START, House, make_house, write_wad
 
 from steadykv.evaluation.revisits import returning
+from steadykv.world.pose import walk_poses
 
 SEEDS = range(12)
 
@@ -186,6 +188,32 @@ def test_returning_needs_an_absence_of_the_right_length() -> None:
     assert shown(300 * there) == []
 
 
+def test_a_turn_by_a_patch_moves_a_panorama_by_a_patch() -> None:
+    """A painted cylinder, drawn on the engine's plane and back: turning shifts what it shows."""
+    pytest.importorskip("cv2")
+    from panorama import Panorama
+
+    width, height = SCREEN
+    look = Panorama(SCREEN, (96, 72), VIEW_DEGREES)
+    x = (np.arange(width) + 0.5 - width / 2) / (width / 2)
+    y = (np.arange(height) + 0.5 - height / 2)[:, None] / (width / 2)
+
+    def screen(heading: float) -> np.ndarray:
+        angle = np.arctan(x) + np.radians(heading)
+        slope = y * np.cos(np.arctan(x))  # of the ray, on a cylinder around the eye
+        wave = np.stack([np.sin(6 * angle) + np.cos(9 * slope), np.cos(11 * angle + 4 * slope),
+                         np.sin(15 * angle) * np.cos(7 * slope)], -1)  # fmt: skip
+        return np.clip(128 + 50 * wave, 0, 255).round().astype(np.uint8)
+
+    ahead, right = (look(screen(heading)).astype(int) for heading in (0.0, 90 * 8 / 96))
+    assert ahead.shape == (72, 96, 3)
+    assert np.abs(ahead[:, 8:] - right[:, :-8]).max() <= 3
+    assert np.abs(ahead - right).mean() > 15
+    plane = [screen(heading)[:, 106:214] for heading in (0.0, 90 * 8 / 96)]
+    bent = np.abs(plane[0][:, 27:].astype(int) - plane[1][:, :-27]).mean()
+    assert bent > 3  # the engine's own picture bends
+
+
 def test_recorded_walks_follow_their_seed_and_buttons(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -207,5 +235,8 @@ def test_recorded_walks_follow_their_seed_and_buttons(
         held = walk.actions[1:] & FORWARD > 0
         assert steps[held].mean() > 3
         assert np.ptp(walk.poses[:, :2], axis=0).max() > 50  # it gets somewhere
+        reckoned = walk_poses(torch.from_numpy(walk.actions[None, 1:]))[0, :, 2].numpy()
+        away = (reckoned - (walk.poses[1:, 2] - walk.poses[0, 2]) + 180) % 360 - 180
+        assert np.abs(away).max() < 1e-3
         assert walk.frames.reshape(60, -1).std(1).min() > 5  # no frame is one colour
     assert not np.array_equal(walks[0].frames[0], walks[1].frames[0])

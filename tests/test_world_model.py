@@ -14,6 +14,7 @@ from steadykv.cache import KVCache
 from steadykv.config import preset
 from steadykv.errors import ConfigError, NonFiniteError, ShapeError
 from steadykv.world import Episodes, WorldConfig, WorldModel, rollout
+from steadykv.world.pose import walk_poses
 from steadykv.world.rope import apply_rope, rope_table
 from steadykv.world.sampler import CachedAttention, KeyRope, row_noise
 from tests.plain_cache import PlainCache
@@ -52,18 +53,22 @@ def small_episodes(rows: int = 2, actions: int = 30) -> Episodes:
     )
 
 
-@pytest.mark.parametrize(("key_rope", "sink"), [("post", 0), ("pre", 0), ("post", 3), ("pre", 3)])
+@pytest.mark.parametrize(
+    ("key_rope", "sink", "view"),
+    [("post", 0, 0.0), ("pre", 0, 90.0), ("post", 3, 90.0), ("pre", 3, 0.0)],
+)
 @torch.no_grad()
-def test_training_forward_equals_cached_passes(key_rope: KeyRope, sink: int) -> None:
+def test_training_forward_equals_cached_passes(key_rope: KeyRope, sink: int, view: float) -> None:
     from losses import ForcedAttention, predict
 
-    config, frames = dataclasses.replace(SMALL, sink_frames=sink), 15
+    config, frames = dataclasses.replace(SMALL, sink_frames=sink, view_degrees=view), 15
     world = small_world(config)
     generator = torch.Generator().manual_seed(1)
     shape = (2, frames, config.frame_tokens, config.channels)
     history, noisy = (torch.randn(shape, generator=generator) for _ in range(2))
     history_times, times = (torch.rand(2, frames, generator=generator) for _ in range(2))
     actions = torch.randint(0, 16, (2, frames), generator=generator)
+    poses = walk_poses(actions)
     cosine, sine = rope_table(config, 0, frames, "cpu")
     want = predict(
         world,
@@ -72,6 +77,7 @@ def test_training_forward_equals_cached_passes(key_rope: KeyRope, sink: int) -> 
         noisy,
         times,
         actions,
+        poses,
         ForcedAttention(config, frames, "cpu"),
         (torch.cat((cosine, cosine)), torch.cat((sine, sine))),
     )
@@ -90,8 +96,9 @@ def test_training_forward_equals_cached_passes(key_rope: KeyRope, sink: int) -> 
         span = slice(3 * chunk, 3 * chunk + 3)
         attend.start = 3 * chunk * config.frame_tokens
         rope = rope_table(config, 3 * chunk, 3, "cpu")
-        got = world(noisy[:, span], times[:, span], actions[:, span], attend, rope)
-        world(history[:, span], history_times[:, span], actions[:, span], attend, rope)
+        given = actions[:, span], attend, rope, poses[:, span]
+        got = world(noisy[:, span], times[:, span], *given)
+        world(history[:, span], history_times[:, span], *given)
         cache.commit()
         torch.testing.assert_close(got, want[:, span], rtol=1e-4, atol=1e-4)
 

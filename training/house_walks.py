@@ -5,12 +5,12 @@ excursions of one or two rooms, returns, and then often faces where it faced bef
 comes back after some 60 to 110 frames. It presses the buttons of the first world's walker (forward,
 turn left, turn right), one combination for each frame. Every walk has a house of its own.
 
-    python training/house_walks.py --walks /tmp/walks       # how often a pose comes back
+A frame is part of a panorama of 90 degrees (panorama.py), and a frame of turning turns by one patch
+of 8 pixels, at once and always: `steadykv.world.pose` reckons headings from the buttons alone.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import tempfile
 from collections import deque
@@ -21,11 +21,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 from data import FORWARD, LEFT, RIGHT, TICS_PER_FRAME, File, Walk, new_game
 from houses import House, Point, make_house, write_wad
+from panorama import Panorama
 
-from steadykv.evaluation.revisits import RETURN_FRAMES, returning
+from steadykv.world.pose import TURN_DEGREES
 
 if TYPE_CHECKING:
     import vizdoom
+
+SCREEN, VIEW_DEGREES = (320, 240), 90.0  # what the engine draws
+COASTING = 4.8  # frames' ways that a walker still goes after letting go of forward
+SETTLING = 5  # frames of an episode before the engine obeys
 
 
 @dataclass(frozen=True)
@@ -83,8 +88,9 @@ class Visitor:
                     continue
                 wanted = math.degrees(math.atan2(goal.point[1] - y, goal.point[0] - x))
                 error = difference(wanted, angle)
-                near = math.dist(goal.point, (x, y)) < 64
-                buttons = FORWARD if abs(error) < (25 if near else 45) else 0
+                away = math.dist(goal.point, (x, y))
+                aims = abs(error) < (25 if away < 64 else 45)
+                buttons = FORWARD if aims and away > self._slide(goal.point, wanted) else 0
             else:
                 assert goal.heading is not None
                 error, buttons = difference(goal.heading, angle), 0
@@ -95,6 +101,19 @@ class Visitor:
                 buttons |= LEFT if error > 0 else RIGHT
             return buttons
 
+    def _slide(self, point: Point, heading: float) -> float:
+        """How far it still goes after letting go, or 0 if it goes on that way from `point`.
+
+        A walker that lets go in time does not end in a wall, where its place is no longer known
+        from its buttons.
+        """
+        after = self.goals[1].point if len(self.goals) > 1 else None
+        if after is not None:
+            onward = math.degrees(math.atan2(after[1] - point[1], after[0] - point[0]))
+            if abs(difference(onward, heading)) < 40:
+                return 0.0
+        return COASTING * math.dist(self.past[-1], self.past[max(-2, -len(self.past))])
+
     def _plan(self) -> None:
         """At the hub of `room`, with nothing left to do: the next trip, and a look around."""
         rng, ways = self.rng, self.house.passages[self.room]
@@ -104,7 +123,7 @@ class Visitor:
         else:
             came = self.trail[-1:] if len(ways) > 1 else []
             following = int(rng.choice([room for room in ways if room not in came]))
-        if not returns and rng.random() < 0.45:
+        if not returns and rng.random() < 0.6:
             self._peek(ways[following])
             return
         if returns:
@@ -174,6 +193,10 @@ def record_houses(file: File) -> list[Walk]:
         wad = Path(folder) / "houses.wad"
         write_wad(wad, [house.text for house in houses])
         game = new_game("freedoom2.wad", wad, "map01", file.index)
+        # held keys turn at half their speed at first: a turn in degrees a tic does not
+        game.set_available_buttons(
+            [vizdoom.Button.MOVE_FORWARD, vizdoom.Button.TURN_LEFT_RIGHT_DELTA]
+        )
         for variable in ("POSITION_X", "POSITION_Y", "ANGLE"):
             game.add_available_game_variable(getattr(vizdoom.GameVariable, variable))
         game.init()
@@ -189,47 +212,19 @@ def record_houses(file: File) -> list[Walk]:
 
 def _record(game: vizdoom.DoomGame, visitor: Visitor, file: File) -> Walk:
     """One walk from the start of the episode that has just begun."""
-    import cv2
-
+    look = Panorama(SCREEN, file.size, VIEW_DEGREES)
+    for _ in range(SETTLING):
+        game.make_action([0, 0], TICS_PER_FRAME)
     unseen, buttons = int(visitor.rng.integers(file.prelude + 1)), 0
     frames, actions, poses = [], [], []
     for i in range(unseen + file.steps):
         state = game.get_state()
         pose = state.game_variables
         if i >= unseen:
-            frames.append(cv2.resize(state.screen_buffer, file.size, interpolation=cv2.INTER_AREA))
+            frames.append(look(state.screen_buffer))
             actions.append(buttons)
             poses.append(pose)
         buttons = visitor.act(*(float(p) for p in pose))
-        held = [bool(buttons & b) for b in (FORWARD, LEFT, RIGHT)] + [False]
-        game.make_action(held, TICS_PER_FRAME)
+        turn = bool(buttons & RIGHT) - bool(buttons & LEFT)  # the engine's is clockwise
+        game.make_action([float(bool(buttons & FORWARD)), turn * TURN_DEGREES], TICS_PER_FRAME)
     return Walk(np.stack(frames), np.array(actions, np.uint8), np.array(poses, np.float32))
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--walks", type=Path, required=True)
-    arguments = parser.parse_args()
-    shortest, longest = RETURN_FRAMES
-    for kind in ("heldout", "train"):
-        share, with_one, count = [], [], 0
-        for path in sorted(arguments.walks.glob(f"{kind}-*.npz")):
-            with np.load(path) as file:
-                poses = np.split(file["poses"], np.cumsum(file["lengths"])[:-1])
-            for walk in poses:
-                share.append(returning(walk)[longest:] >= 0)
-                with_one.append(bool(share[-1].any()))
-                count += len(walk)
-        if share:
-            print(
-                f"{kind}: {len(share)} walks, {count} frames; "
-                f"{np.concatenate(share).mean():.1%} of the frames after the first {longest} "
-                f"show a view left {shortest} to {longest} frames ago; "
-                f"{np.mean(with_one):.1%} of the walks have one"
-            )
-
-
-if __name__ == "__main__":
-    main()

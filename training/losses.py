@@ -86,12 +86,13 @@ def predict(
     noisy: torch.Tensor,
     times: torch.Tensor,
     actions: torch.Tensor,
+    poses: torch.Tensor,
     attend: ForcedAttention,
     table: Table,
 ) -> torch.Tensor:
     """Clean latents [B,F,P,C] predicted for `noisy`, given `history`.
 
-    Times [B,F] and actions [B,F] are those of both.
+    Times [B,F], actions [B,F] and poses [B,F,3] are those of both.
     """
     frames = noisy.shape[1]
     out = model(
@@ -100,6 +101,7 @@ def predict(
         torch.cat((actions, actions), 1),
         attend,
         table,
+        torch.cat((poses, poses), 1),
     )
     return out[:, frames:]
 
@@ -157,3 +159,22 @@ def draw_history_times(
     noise = most * torch.rand(batch, chunks, generator=generator, device=device).pow(1.5)
     clean = torch.rand(batch, 1, generator=generator, device=device) < clean_share
     return (1 - noise.masked_fill(clean, 0.0)).repeat_interleave(config.chunk_frames, 1)
+
+
+def faded(
+    latents: torch.Tensor, chunk_frames: int, share: float, generator: torch.Generator
+) -> torch.Tensor:
+    """Latents [B,F,P,C] of which a `share` of the rows have chunks that lost some of their detail.
+
+    What a rollout does to its own history little by little: the k-th component shrinks by
+    1 + (k / cut)^2, with a cut for each chunk, log-uniform from 4 up to where nothing is lost. The
+    model then learns to bring the detail back.
+    """
+    batch, frames, _, channels = latents.shape
+    device = latents.device
+    draw = torch.rand(batch, frames // chunk_frames, generator=generator, device=device)
+    cut = 4 * (16 * channels / 4) ** draw
+    soft = torch.rand(batch, 1, generator=generator, device=device) < share
+    cut = torch.where(soft, cut, torch.inf).repeat_interleave(chunk_frames, 1)
+    component = torch.arange(channels, device=device)
+    return latents / (1 + (component / cut[..., None, None]) ** 2)

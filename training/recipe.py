@@ -51,6 +51,7 @@ class Recipe:
     weight_floor: float = 0.2  # least 1 - t in the weight of the velocity error
     history_noise: float = 0.7  # most noise on a chunk of the history
     clean_share: float = 0.25  # sequences whose history has no noise
+    faded_share: float = 0.0  # sequences whose history lost some of its detail
     tokenizer_power: float = 0.5  # see Tokenizer.fit
     tokenizer_largest: float = 1.5  # deviation of the first component, in units of the noise
     critic_penalty: float = 5.0  # see Judge.learn

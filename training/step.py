@@ -7,10 +7,11 @@ from collections.abc import Callable
 
 import torch
 from critic import Judge
-from losses import ForcedAttention, draw_history_times, draw_times, flow_loss, predict
+from losses import ForcedAttention, draw_history_times, draw_times, faded, flow_loss, predict
 from recipe import Phase, Recipe
 
 from steadykv.world.model import WorldModel
+from steadykv.world.pose import moved_poses, walk_poses
 from steadykv.world.rope import rope_table
 
 
@@ -19,7 +20,7 @@ def spread(times: torch.Tensor) -> torch.Tensor:
     return times[..., None, None]
 
 
-Forward = Callable[..., torch.Tensor]  # the arguments of `predict` from `history` to `actions`
+Forward = Callable[..., torch.Tensor]  # the arguments of `predict` from `history` to `poses`
 
 
 def build_forward(model: WorldModel, frames: int, device: str, compiled: bool) -> Forward:
@@ -34,8 +35,9 @@ def build_forward(model: WorldModel, frames: int, device: str, compiled: bool) -
         noisy: torch.Tensor,
         times: torch.Tensor,
         actions: torch.Tensor,
+        poses: torch.Tensor,
     ) -> torch.Tensor:
-        return predict(model, history, history_times, noisy, times, actions, attend, table)
+        return predict(model, history, history_times, noisy, times, actions, poses, attend, table)
 
     return torch.compile(forward, dynamic=False) if compiled else forward
 
@@ -81,12 +83,15 @@ class Step:
         )
         times = draw_times(config, *shape, phase.grid_share, recipe.time_shift, generator)
         past = clean
+        if recipe.faded_share:
+            past = faded(past, config.chunk_frames, recipe.faded_share, generator)
         if own is not None:
-            past = torch.cat((clean[: -len(own)], self.model.tokenizer.encode(own)))
+            past = torch.cat((past[: -len(own)], self.model.tokenizer.encode(own)))
             history_times[-len(own) :] = config.commit_time
         history = self._noised(past, history_times, generator)
         noisy = self._noised(clean, times, generator)
-        prediction = self._predict(history, history_times, noisy, times, actions)
+        poses = moved_poses(walk_poses(actions), generator)
+        prediction = self._predict(history, history_times, noisy, times, actions, poses)
         loss = flow_loss(prediction, clean, times, config.chunk_frames, recipe.weight_floor)
         loss.backward()
         return {"loss": loss.detach()}
@@ -155,11 +160,12 @@ class Step:
         levels = self.config.noise_levels
         x = torch.randn(history.shape, generator=generator, device=self.device)
         times = torch.zeros(history.shape[:2], device=self.device)
+        poses = moved_poses(walk_poses(actions), generator)
         with torch.no_grad():
             for level, following in itertools.pairwise(levels):
-                guess = self._predict(history, history_times, x, times + level, actions)
+                guess = self._predict(history, history_times, x, times + level, actions, poses)
                 x = x + (following - level) / (1 - level) * (guess - x)
-        return self._predict(history, history_times, x, times + levels[-1], actions)
+        return self._predict(history, history_times, x, times + levels[-1], actions, poses)
 
     def _noised(
         self, latents: torch.Tensor, times: torch.Tensor, generator: torch.Generator
@@ -175,9 +181,10 @@ class Step:
         noisy: torch.Tensor,
         times: torch.Tensor,
         actions: torch.Tensor,
+        poses: torch.Tensor,
     ) -> torch.Tensor:
         with torch.autocast(self.device.split(":")[0], torch.bfloat16):
-            return self.forward(history, history_times, noisy, times, actions)
+            return self.forward(history, history_times, noisy, times, actions, poses)
 
     def compile(self, generator: torch.Generator) -> None:
         """Build the graphs on blank input; the gradients are dropped."""

@@ -18,7 +18,9 @@ class WorldConfig:
     frames are denoised together; a query attends to at most `window_frames` frames, its own chunk
     included, and to the first `sink_frames` frames for ever. `noise_levels` are the flow times at
     which a chunk is evaluated (0 is pure noise, 1 is clean), one denoising pass each;
-    `commit_time` is the time of the frames in the pass that commits them.
+    `commit_time` is the time of the frames in the pass that commits them. `view_degrees` is the
+    horizontal field of view of a world that is told where its patches look (pose.py), whose columns
+    have equal angles; 0 for one that is not.
     """
 
     num_layers: int = 8
@@ -38,6 +40,7 @@ class WorldConfig:
     rope_theta: float = 100.0
     noise_levels: tuple[float, ...] = (0.0, 0.4, 0.75)
     commit_time: float = 0.9
+    view_degrees: float = 0.0
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -79,6 +82,12 @@ class WorldConfig:
             raise ConfigError(
                 f"noise_levels: got {self.noise_levels}, expected rising times that start at 0 and "
                 "stay below 1"
+            )
+
+        if not 0 <= self.view_degrees <= 360:
+            raise ConfigError(
+                f"view_degrees: got {self.view_degrees}, expected 0 (not told) to 360; "
+                "give the angle that a frame shows"
             )
 
     @property

@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from steadykv.errors import ShapeError
 from steadykv.world.config import WorldConfig
+from steadykv.world.pose import PoseFeatures
 from steadykv.world.rope import apply_rope
 from steadykv.world.tokenizer import Tokenizer
 
@@ -69,6 +71,7 @@ class WorldModel(nn.Module):
         self.tokenizer = Tokenizer(config)
         self.embed = nn.Linear(config.channels, width)
         self.position = nn.Parameter(torch.zeros(config.frame_tokens, width))
+        self.pose = PoseFeatures(config) if config.view_degrees else None
         self.action = nn.Embedding(config.num_actions, width)
         self.time_expand = nn.Linear(256, width)
         self.time_contract = nn.Linear(width, width)
@@ -96,13 +99,19 @@ class WorldModel(nn.Module):
         actions: torch.Tensor,
         attend: Attend,
         table: Table,
+        poses: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Clean latents FP32, in the shape of `latents`.
 
-        latents [B,F,P,C], times [B,F] in [0,1], actions int64 [B,F].
+        latents [B,F,P,C], times [B,F] in [0,1], actions int64 [B,F]; poses [B,F,3] (`walk_poses`)
+        are asked for by a model with `view_degrees` (else ShapeError) and not looked at by others.
         """
         batch, count = latents.shape[:2]
         x = self.embed(latents.to(self.embed.weight.dtype)) + self.position
+        if self.pose is not None:
+            if poses is None:
+                raise ShapeError("poses: got none, expected [B,F,3]; make them with walk_poses")
+            x = x + self.pose(poses)
         condition = self.time_contract(F.silu(self.time_expand(time_features(times).to(x.dtype))))
         condition = condition + self.action(actions)
         x = x + condition.unsqueeze(2)

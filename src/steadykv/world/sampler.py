@@ -16,6 +16,7 @@ from steadykv.errors import ConfigError, NonFiniteError, ShapeError
 from steadykv.world.config import WorldConfig
 from steadykv.world.episodes import Episodes
 from steadykv.world.model import Table, WorldModel
+from steadykv.world.pose import walk_poses
 from steadykv.world.rope import apply_rope, rope_table
 
 AttentionBackend = Literal["sdpa", "math"]
@@ -185,6 +186,9 @@ def rollout(
     shape = (size, config.frame_tokens, config.channels)
     actions = episodes.actions.to(device, torch.int64)
     true_frames, total = episodes.frames.shape[1], frames // size
+    poses = None
+    if config.view_degrees:  # on the CPU, so that every device sees the same walk
+        poses = walk_poses(episodes.actions[:, : true_frames + frames].cpu()).to(device)
     true_chunks = true_frames // size
     pixel_shape = (config.image_height, config.image_width, 3)
     video = torch.empty(batch, true_frames + frames, *pixel_shape, dtype=torch.uint8)
@@ -193,7 +197,8 @@ def rollout(
     def evaluate(x: torch.Tensor, time: float, chunk: int) -> torch.Tensor:
         span = slice(chunk * size, (chunk + 1) * size)
         times = torch.full((batch, size), time, device=device)
-        return world(x.to(dtype), times, actions[:, span], attend, table).float()
+        stood = None if poses is None else poses[:, span]
+        return world(x.to(dtype), times, actions[:, span], attend, table, stood).float()
 
     for chunk in range(true_chunks + total):
         attend.start = chunk * size * config.frame_tokens

@@ -1,0 +1,98 @@
+"""Where a walk stands and what its patches look at, reckoned from the buttons alone.
+
+A world whose frames are parts of a panorama (columns of equal angle) is told the direction of every
+patch: a view that comes back then has the directions of the frames that showed it, however long
+ago. Turning is exact; the place is that of a walker whom nothing stops, and drifts where walls do.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from steadykv.world.config import WorldConfig
+
+FORWARD, LEFT, RIGHT = 1, 2, 4
+"""Buttons of an action, as bits."""
+TICS = 2
+"""Steps of the game for each frame."""
+TURN_DEGREES = 683 * 360 / 65536
+"""A tic of turning; the game's angles have 65,536 steps, and 683 of them are half a patch of 8
+pixels in a frame of 96 that shows 90 degrees."""
+THRUST, FRICTION = 25 * 2048 / 65536, 0xE800 / 65536
+"""What a tic of walking adds to the speed (map units a tic), and what a tic leaves of it."""
+
+HARMONICS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24)
+"""Of directions, in whole waves a turn; 24 waves have two columns of 7.5 degrees each."""
+WAVELENGTHS = (128.0, 256.0, 512.0, 1024.0)
+"""Of places, in map units, along each of AXES."""
+AXES = (0.0, 45.0, 90.0, 135.0)
+FEATURES = 2 * len(HARMONICS) + 2 * len(WAVELENGTHS) * len(AXES)
+
+
+def walk_poses(actions: torch.Tensor) -> torch.Tensor:
+    """Poses FP32 [B,N,3] of the walks with the buttons `actions` [B,N], integers.
+
+    x and y in map units and the heading in degrees, counterclockwise, each counted from a walker
+    who stood still at the origin, heading 0, before the first action. In closed form, computed in
+    FP64 on the device of `actions`; allocates a matrix of N x 2N.
+    """
+    held = actions.long()
+    left, right = ((held & bit).ne(0).double() for bit in (LEFT, RIGHT))
+    turned = ((left - right) * TURN_DEGREES).repeat_interleave(TICS, 1)
+    heading = turned.cumsum(1)
+    angle = torch.deg2rad(heading)
+    push = (held & FORWARD).ne(0).double().repeat_interleave(TICS, 1) * THRUST
+    # A push at one tic moves the walker by 1 + f + f^2 + ... until the end of a frame.
+    tics = torch.arange(held.shape[1] * TICS, device=held.device)
+    ends = tics[TICS - 1 :: TICS]
+    passed = (ends[:, None] - tics + 1).clamp_min(0).double()
+    reach = (1 - FRICTION**passed) / (1 - FRICTION)
+    x, y = ((push * part) @ reach.T for part in (angle.cos(), angle.sin()))
+    return torch.stack((x, y, heading[:, TICS - 1 :: TICS]), -1).float()
+
+
+def moved_poses(poses: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """The same walks [B,N,3] from random origins, so that training sees every place and heading."""
+    batch, device = len(poses), poses.device
+    draw = torch.rand(batch, 3, 1, generator=generator, device=device)
+    turn = 360 * draw[:, 2]
+    cosine, sine = torch.deg2rad(turn).cos(), torch.deg2rad(turn).sin()
+    x, y, heading = poses.unbind(-1)
+    shift = max(WAVELENGTHS) * draw[:, :2]
+    return torch.stack(
+        (cosine * x - sine * y + shift[:, 0], sine * x + cosine * y + shift[:, 1], heading + turn),
+        -1,
+    )
+
+
+class PoseFeatures(nn.Module):
+    """Sinusoids of the direction of each column of patches and of the walker's place."""
+
+    def __init__(self, config: WorldConfig):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Linear(FEATURES, config.width, bias=False)
+
+    def forward(self, poses: torch.Tensor) -> torch.Tensor:
+        """Poses [B,F,3] -> [B,F,P,W] in the dtype of the weights."""
+        config, poses = self.config, poses.float()
+        columns = torch.arange(config.columns, device=poses.device)
+        # counterclockwise: the leftmost column looks furthest to the left
+        offset = config.view_degrees * (0.5 - (columns + 0.5) / config.columns)
+        direction = torch.deg2rad(poses[..., 2:] + offset)  # [B,F,columns]
+        waves = torch.tensor(HARMONICS, device=poses.device, dtype=torch.float32)
+        seen = _sinusoids(direction[..., None] * waves)
+        axes = torch.deg2rad(torch.tensor(AXES, device=poses.device))
+        along = poses[..., :1] * axes.cos() + poses[..., 1:2] * axes.sin()
+        rates = 2 * math.pi / torch.tensor(WAVELENGTHS, device=poses.device)
+        stood = _sinusoids((along[..., None] * rates).flatten(-2))
+        stood = stood[:, :, None].expand(*seen.shape[:3], -1)
+        out = self.embed(torch.cat((seen, stood), -1).to(self.embed.weight.dtype))
+        return out[:, :, None].expand(-1, -1, config.rows, -1, -1).flatten(2, 3)
+
+
+def _sinusoids(angles: torch.Tensor) -> torch.Tensor:
+    return torch.cat((angles.cos(), angles.sin()), -1)
