@@ -283,7 +283,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--at-qvg", metavar="METHOD")
     parser.add_argument("--quantwm", default="quantwm", help="its name in the files")
     parser.add_argument("--qvg", default="qvg", help="its name in the files")
-    parser.add_argument("--first-frame", type=int, help="where no metrics say it")
+    parser.add_argument("--first-frame", type=int, help="PSNR and flicker from it on")
     parser.add_argument("--out", type=Path, help="the rows, as .csv or .json")
     given = parser.parse_args(arguments)
     chosen = {"quantwm": given.at_quantwm, "qvg": given.at_qvg}
@@ -305,6 +305,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except SteadyKVError as error:
         raise SystemExit(str(error)) from error
     print(table(rows))
+    if given.first_frame:
+        print(
+            f"PSNR and flicker from frame {given.first_frame} on; top-1 shift and attention-output "
+            "error of whole rollouts"
+        )
     if given.out is not None:
         origins = {name: " ".join(sorted(values)) for name, values in found.origins.items()}
         rows = [row | found.facts | origins for row in rows]

@@ -175,6 +175,8 @@ def test_the_policy_is_written_and_read() -> None:
     assert CachePolicy.from_dict(policy.to_dict()) == policy
     with pytest.raises(ConfigError, match="refined_spans is -1"):
         CachePolicy(refined_spans=-1)
+    with pytest.raises(ConfigError, match="'qvg': refined_spans changes nothing"):
+        skv.preset("qvg", refined_spans=2)
     config = skv.preset("qvg4", refinement=2, refined_spans=2)
     assert config.keys.refinement == config.values.refinement == 2
     assert config.policy.refined_spans == 2

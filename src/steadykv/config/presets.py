@@ -50,7 +50,21 @@ def preset(name: str, /, **overrides: Any) -> CacheConfig:
         )
     keys, values, policy = PRESETS[name]
     config = CacheConfig(CodecConfig(**keys), CodecConfig(**values), CachePolicy(**policy), name)
-    return config.replace(**overrides) if overrides else config
+    if not overrides:
+        return config
+    config = config.replace(**overrides)
+    if _POLICY_FIELD in overrides:
+        _check_refined(config, name)
+    return config
+
+
+def _check_refined(config: CacheConfig, text: str) -> None:
+    """Refuse a number of refined spans where nothing is refined."""
+    if not (config.keys.refinement or config.values.refinement):
+        raise ConfigError(
+            f"{text!r}: {_POLICY_FIELD} changes nothing, because no number is refined: expected it "
+            "with refinement=1 or more"
+        )
 
 
 def parse_method(text: str, /, **defaults: Any) -> CacheConfig:
@@ -79,11 +93,8 @@ def parse_method(text: str, /, **defaults: Any) -> CacheConfig:
             )
         policy = policies.pop() if policies else CachePolicy()
         config = CacheConfig(keys.keys, values.values, policy, text.strip())
-    if _POLICY_FIELD in text and not (config.keys.refinement or config.values.refinement):
-        raise ConfigError(
-            f"{text!r}: {_POLICY_FIELD} changes nothing, because no number is refined: expected it "
-            "with refinement=1 or more"
-        )
+    if _POLICY_FIELD in text:
+        _check_refined(config, text)
     return config
 
 
