@@ -79,3 +79,9 @@ def test_faded_histories_lose_detail_chunk_by_chunk() -> None:
 def test_a_phase_has_own_rows_of_one_kind() -> None:
     with pytest.raises(ValueError, match="one kind"):
         Phase(1.0, 24, 4, own_rows=0.5, corrected_rows=0.5)
+
+
+def test_a_phase_has_a_window_for_each_row() -> None:
+    assert Phase(1.0, 24, 2, windows=(9, 24)).windows == (9, 24)
+    with pytest.raises(ValueError, match="2 windows, expected one for each of 4 rows"):
+        Phase(1.0, 24, 4, windows=(9, 24))

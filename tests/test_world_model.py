@@ -103,6 +103,31 @@ def test_training_forward_equals_cached_passes(key_rope: KeyRope, sink: int, vie
         torch.testing.assert_close(got, want[:, span], rtol=1e-4, atol=1e-4)
 
 
+@torch.no_grad()
+def test_rows_of_a_training_step_have_windows_of_their_own() -> None:
+    from losses import ForcedAttention, predict
+
+    world, frames, windows = small_world(), 15, (6, 9)
+    generator = torch.Generator().manual_seed(1)
+    shape = (2, frames, SMALL.frame_tokens, SMALL.channels)
+    history, noisy = (torch.randn(shape, generator=generator) for _ in range(2))
+    times = torch.rand(2, frames, generator=generator)
+    actions = torch.randint(0, 16, (2, frames), generator=generator)
+    cosine, sine = rope_table(SMALL, 0, frames, "cpu")
+    table = torch.cat((cosine, cosine)), torch.cat((sine, sine))
+
+    def predicted(attend: ForcedAttention) -> torch.Tensor:
+        given = actions, walk_poses(actions), attend, table
+        return predict(world, history, times, noisy, times, *given)
+
+    mixed = predicted(ForcedAttention(SMALL, frames, "cpu", windows))
+    for row, window in enumerate(windows):
+        config = dataclasses.replace(SMALL, window_frames=window)
+        alone = predicted(ForcedAttention(config, frames, "cpu"))
+        torch.testing.assert_close(mixed[row], alone[row], rtol=1e-5, atol=1e-5)
+        assert not torch.allclose(mixed[1 - row, 9:], alone[1 - row, 9:], atol=1e-3)
+
+
 def test_keys_before_and_after_rope_give_the_same_video() -> None:
     world, episodes = small_world(), small_episodes()
     places: list[KeyRope] = ["post", "pre"]

@@ -5,7 +5,7 @@ Teacher forcing over [history | noisy chunks] under a block-causal mask.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -23,21 +23,26 @@ from steadykv.world.model import Table, WorldModel, rotate
 Visible = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def visibility(config: WorldConfig, frames: int) -> Visible:
+def visibility(
+    config: WorldConfig, frames: int, device: str, windows: Sequence[int] = ()
+) -> Visible:
     """Tokens are [history of all chunks | noisy version of all chunks], `frames` frames each.
 
     A history chunk sees itself and the chunks before it in the window and the sink; a noisy chunk
     sees itself and the *history* of those: exactly what the passes of a rollout see through a
-    cache. The window counts the sink, as the cache's policy does.
+    cache. The window counts the sink, as the cache's policy does. `windows` are those of the rows,
+    in frames; without them every row has the model's own.
     """
     half = frames * config.frame_tokens
     chunk_tokens = config.chunk_frames * config.frame_tokens
     sink = config.sink_frames // config.chunk_frames
-    recent = config.window_frames // config.chunk_frames - sink
+    frames_of = torch.tensor(windows or (config.window_frames,), device=device)
+    recent_of = frames_of // config.chunk_frames - sink
 
     def visible(
-        _b: torch.Tensor, _h: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+        row: torch.Tensor, _h: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
+        recent = recent_of[row] if windows else recent_of[0]
         query_noisy, key_noisy = query >= half, key >= half
         query_chunk, key_chunk = (query % half) // chunk_tokens, (key % half) // chunk_tokens
         distance = query_chunk - key_chunk
@@ -55,18 +60,19 @@ class ForcedAttention:
     where that has no backward pass, a dense mask (small shapes only).
     """
 
-    def __init__(self, config: WorldConfig, frames: int, device: str):
+    def __init__(self, config: WorldConfig, frames: int, device: str, windows: Sequence[int] = ()):
         length = 2 * frames * config.frame_tokens
-        visible = visibility(config, frames)
+        visible = visibility(config, frames, device, windows)
+        rows = len(windows) or None
         self.block_mask: BlockMask | None = None
         self.dense_mask: torch.Tensor | None = None
         if device.startswith("cuda"):
             # compiled: 123 frames would need the whole mask of 47,232 x 47,232 at once
             self.block_mask = create_block_mask(
-                visible, None, None, length, length, device=device, _compile=True
+                visible, rows, None, length, length, device=device, _compile=True
             )
         else:
-            self.dense_mask = create_mask(visible, None, None, length, length, device=device)
+            self.dense_mask = create_mask(visible, rows, None, length, length, device=device)
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, table: Table

@@ -22,8 +22,14 @@ class Phase:
     own_rows: float = 0.0  # of the rows of those steps that continue the model's own rollouts
     critic_weight: float = 0.0  # the critic's gradient, relative to the squared error's
     corrected_rows: float = 0.0  # of the rows of the other steps, which lead from own frames back
+    windows: tuple[int, ...] = ()  # frames that each row attends to; empty: the model's window
 
     def __post_init__(self) -> None:
+        if len(self.windows) not in (0, self.batch):
+            raise ValueError(
+                f"a phase has {len(self.windows)} windows, expected one for each of {self.batch} "
+                "rows, or none"
+            )
         if self.own_rows and self.corrected_rows:
             raise ValueError("a phase has own_rows and corrected_rows: expected one kind of them")
 
@@ -67,7 +73,10 @@ def read_recipe(path: Path) -> Recipe:
     world = WorldConfig.from_dict(values.pop("world"))
     recording = values.pop("recording")
     recording = Recording(**recording | {"maps": tuple(recording["maps"])})
-    phases = tuple(Phase(**phase) for phase in values.pop("phases"))
+    phases = tuple(
+        Phase(**phase | {"windows": tuple(phase.get("windows", ()))})
+        for phase in values.pop("phases")
+    )
     return Recipe(world=world, recording=recording, phases=phases, **values)
 
 
@@ -77,6 +86,7 @@ def tiny(recipe: Recipe) -> Recipe:
     small = {"num_layers": 2, "width": 128, "hidden_width": 128}
     world = dataclasses.replace(recipe.world, image_height=size, image_width=size, **small)
     phases = tuple(
-        dataclasses.replace(phase, batch=2, frames=min(phase.frames, 24)) for phase in recipe.phases
+        dataclasses.replace(phase, batch=2, frames=min(phase.frames, 24), windows=phase.windows[:2])
+        for phase in recipe.phases
     )
     return dataclasses.replace(recipe, world=world, phases=phases, own_frames=24)

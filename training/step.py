@@ -23,9 +23,10 @@ def spread(times: torch.Tensor) -> torch.Tensor:
 Forward = Callable[..., torch.Tensor]  # the arguments of `predict` from `history` to `poses`
 
 
-def build_forward(model: WorldModel, frames: int, device: str, compiled: bool) -> Forward:
-    """`predict` for sequences of `frames` frames; one graph for each batch size."""
-    attend = ForcedAttention(model.config, frames, device)
+def build_forward(model: WorldModel, phase: Phase, device: str, compiled: bool) -> Forward:
+    """`predict` for the sequences of a phase; one graph."""
+    frames = phase.frames
+    attend = ForcedAttention(model.config, frames, device, phase.windows)
     cosine, sine = rope_table(model.config, 0, frames, device)
     table = torch.cat((cosine, cosine)), torch.cat((sine, sine))
 

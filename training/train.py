@@ -294,12 +294,15 @@ def main() -> None:
 
     walks = Walks(arguments.walks, process.device, arguments.capacity, recipe.world)
     course = Course(learner, recipe, walks, process)
+    # phases of the same sequences share a graph: compiling one takes minutes
+    shapes = {(phase.frames, phase.windows): phase for phase in recipe.phases}
     forwards = {
-        frames: build_forward(model, frames, process.device, compiled=not arguments.tiny)
-        for frames in {phase.frames for phase in recipe.phases}
+        shape: build_forward(model, phase, process.device, compiled=not arguments.tiny)
+        for shape, phase in shapes.items()
     }
     steps = [
-        Step(model, recipe, phase, forwards[phase.frames], course.judge) for phase in recipe.phases
+        Step(model, recipe, phase, forwards[phase.frames, phase.windows], course.judge)
+        for phase in recipe.phases
     ]
     began = time.time()
     for step in steps:  # compile every graph while the walks are still being recorded
