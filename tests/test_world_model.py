@@ -128,6 +128,26 @@ def test_rows_of_a_training_step_have_windows_of_their_own() -> None:
         assert not torch.allclose(mixed[1 - row, 9:], alone[1 - row, 9:], atol=1e-3)
 
 
+@pytest.mark.parametrize(("frames", "windows"), [(66, ()), (66, (6, 9, 66)), (64 * 3, ())])
+def test_the_sparse_mask_is_that_of_pytorch(frames: int, windows: tuple[int, ...]) -> None:
+    """Lengths that are a whole number of blocks and that are not."""
+    from losses import BLOCK, block_mask, visibility
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    length, rows = 2 * frames * SMALL.frame_tokens, len(windows) or 1
+    assert (length % BLOCK == 0) == (frames == 64 * 3)
+    config = dataclasses.replace(SMALL, window_frames=60)
+    visible = visibility(config, frames, "cpu", windows)
+    want = create_block_mask(visible, rows, None, length, length, device="cpu")
+    got = block_mask(visible, rows, length, "cpu")
+    assert got.shape == want.shape
+    for part in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices",
+                 "q_num_blocks", "q_indices", "full_q_num_blocks", "full_q_indices"):  # fmt: skip
+        assert torch.equal(getattr(got, part), getattr(want, part)), part
+    assert want.full_kv_num_blocks is not None
+    assert want.full_kv_num_blocks.any()
+
+
 def test_keys_before_and_after_rope_give_the_same_video() -> None:
     world, episodes = small_world(), small_episodes()
     places: list[KeyRope] = ["post", "pre"]

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch.nn.attention.flex_attention import (
     BlockMask,
-    create_block_mask,
     create_mask,
     flex_attention,
 )
@@ -53,6 +52,42 @@ def visibility(
     return visible
 
 
+BLOCK = 128  # tokens of a block of the sparse mask, both ways
+
+
+def block_mask(visible: Visible, rows: int, length: int, device: str) -> BlockMask:
+    """The blocks of the mask [rows, 1, length, length] that are seen in part or whole.
+
+    A band of queries at a time: 123 frames have a mask of 26,568 x 26,568, which
+    `create_block_mask` holds at once unless compiled, and compiled it does not take lengths that
+    are no whole number of blocks.
+    """
+    count = -(-length // BLOCK)
+    row = torch.arange(rows, device=device)[:, None, None]
+    key, head = torch.arange(length, device=device), torch.zeros((), dtype=torch.long)
+    some = torch.empty(rows, 1, count, count, dtype=torch.bool, device=device)
+    whole = torch.empty_like(some)
+    for block in range(count):
+        query = torch.arange(block * BLOCK, min(length, (block + 1) * BLOCK), device=device)
+        seen = visible(row, head, query[:, None], key)
+        seen = F.pad(seen, (0, count * BLOCK - length, 0, BLOCK - len(query)))
+        seen = seen.view(rows, BLOCK, count, BLOCK)
+        some[:, 0, block] = seen.any(dim=3).any(dim=1)
+        whole[:, 0, block] = seen.all(dim=3).all(dim=1)
+
+    def listed(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+        return blocks.sum(-1).int(), order.int()
+
+    return BlockMask.from_kv_blocks(
+        *listed(some & ~whole),
+        *listed(whole),
+        BLOCK_SIZE=BLOCK,
+        mask_mod=visible,
+        seq_lengths=(length, length),
+    )
+
+
 class ForcedAttention:
     """`attend` of the model for one training step.
 
@@ -63,14 +98,11 @@ class ForcedAttention:
     def __init__(self, config: WorldConfig, frames: int, device: str, windows: Sequence[int] = ()):
         length = 2 * frames * config.frame_tokens
         visible = visibility(config, frames, device, windows)
-        rows = len(windows) or None
+        rows = len(windows) or 1  # one mask serves all rows that share a window
         self.block_mask: BlockMask | None = None
         self.dense_mask: torch.Tensor | None = None
         if device.startswith("cuda"):
-            # compiled: 123 frames would need the whole mask of 47,232 x 47,232 at once
-            self.block_mask = create_block_mask(
-                visible, rows, None, length, length, device=device, _compile=True
-            )
+            self.block_mask = block_mask(visible, rows, length, device)
         else:
             self.dense_mask = create_mask(visible, rows, None, length, length, device=device)
 
