@@ -219,9 +219,9 @@ class Course:
         self.own: OwnWalks | None = None
         if any(phase.sampled_share for phase in recipe.phases):
             self.judge = Judge(model.config, process.device, process.count, recipe.critic_penalty)
-        if any(phase.own_rows or phase.corrected_rows for phase in recipe.phases):
-            rows = 2 * max(phase.batch for phase in recipe.phases)
-            self.own = OwnWalks(model, process.device, rows)
+        users = [phase.batch for phase in recipe.phases if phase.own_rows or phase.corrected_rows]
+        if users:
+            self.own = OwnWalks(model, process.device, 2 * max(users))
         self.sampled = 0  # steps that ran the sampler
         self.corrected = 0  # steps of the phase at hand that led from own frames back
 
