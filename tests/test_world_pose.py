@@ -11,6 +11,7 @@ import torch
 from steadykv.errors import ConfigError, ShapeError
 from steadykv.world import WorldModel, rollout
 from steadykv.world.pose import (
+    BLOCK,
     FORWARD,
     FRICTION,
     LEFT,
@@ -47,14 +48,16 @@ def stepped(actions: list[int]) -> list[tuple[float, float, float]]:
 
 def test_poses_are_those_of_the_game_step_by_step() -> None:
     generator = torch.Generator().manual_seed(0)
-    actions = torch.randint(0, 16, (3, 300), generator=generator, dtype=torch.uint8)
+    actions = torch.randint(0, 16, (3, BLOCK + 300), generator=generator, dtype=torch.uint8)
     got = walk_poses(actions)
     want = torch.tensor([stepped(row) for row in actions.tolist()], dtype=torch.float64)
     assert got.dtype == torch.float32
     assert torch.allclose(got.double(), want, rtol=1e-6, atol=1e-3)
     assert want[..., :2].abs().max() > 300
+    assert (want[:, BLOCK - 1, :2] - want[:, BLOCK, :2]).norm(dim=-1).max() > 5  # on the move
     # the beginning of a walk does not depend on its end
     assert torch.equal(walk_poses(actions[:, :40]), got[:, :40])
+    assert walk_poses(actions[:, :0]).shape == (3, 0, 3)
 
 
 def test_a_running_walker_slides_on_and_stops() -> None:

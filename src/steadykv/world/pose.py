@@ -24,6 +24,8 @@ pixels in a frame of 96 that shows 90 degrees."""
 THRUST, FRICTION = 25 * 2048 / 65536, 0xE800 / 65536
 """What a tic of walking adds to the speed (map units a tic), and what a tic leaves of it."""
 
+BLOCK = 512  # frames
+
 HARMONICS = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24)
 """Of directions, in whole waves a turn; 24 waves have two columns of 7.5 degrees each."""
 WAVELENGTHS = (128.0, 256.0, 512.0, 1024.0)
@@ -36,22 +38,38 @@ def walk_poses(actions: torch.Tensor) -> torch.Tensor:
     """Poses FP32 [B,N,3] of the walks with the buttons `actions` [B,N], integers.
 
     x and y in map units and the heading in degrees, counterclockwise, each counted from a walker
-    who stood still at the origin, heading 0, before the first action. In closed form, computed in
-    FP64 on the device of `actions`; allocates a matrix of N x 2N.
+    who stood still at the origin, heading 0, before the first action. In closed form for BLOCK
+    frames at a time, in FP64 on the device of `actions`; allocates a few arrays of B x N, and a
+    matrix of BLOCK x 2 BLOCK.
     """
     held = actions.long()
     left, right = ((held & bit).ne(0).double() for bit in (LEFT, RIGHT))
-    turned = ((left - right) * TURN_DEGREES).repeat_interleave(TICS, 1)
-    heading = turned.cumsum(1)
+    heading = ((left - right) * TURN_DEGREES).repeat_interleave(TICS, 1).cumsum(1)
     angle = torch.deg2rad(heading)
     push = (held & FORWARD).ne(0).double().repeat_interleave(TICS, 1) * THRUST
-    # A push at one tic moves the walker by 1 + f + f^2 + ... until the end of a frame.
-    tics = torch.arange(held.shape[1] * TICS, device=held.device)
-    ends = tics[TICS - 1 :: TICS]
-    passed = (ends[:, None] - tics + 1).clamp_min(0).double()
-    reach = (1 - FRICTION**passed) / (1 - FRICTION)
-    x, y = ((push * part) @ reach.T for part in (angle.cos(), angle.sin()))
+    pushes = torch.stack((push * angle.cos(), push * angle.sin()), 1)  # [B,2,tics]
+    speed = place = pushes.new_zeros(len(held), 2, 1)
+    places = []
+    for part in pushes.split(BLOCK * TICS, -1):
+        # A push moves the walker by 1 + f + f^2 + ... until the end of a frame, and so does the
+        # speed that it had before.
+        tics = torch.arange(part.shape[-1], device=held.device)
+        ends = tics[TICS - 1 :: TICS]
+        passed = (ends[:, None] - tics + 1).clamp_min(0).double()
+        slid = _summed(ends.double() + 1) * speed
+        places.append(place + part @ _summed(passed).T + slid)
+        left_of = FRICTION ** (len(tics) - tics).double()
+        speed = speed * FRICTION ** len(tics) + (part * left_of).sum(-1, keepdim=True)
+        place = places[-1][..., -1:]
+    if not places:
+        return heading.new_zeros(*held.shape, 3, dtype=torch.float32)
+    x, y = torch.cat(places, -1).unbind(1)
     return torch.stack((x, y, heading[:, TICS - 1 :: TICS]), -1).float()
+
+
+def _summed(tics: torch.Tensor) -> torch.Tensor:
+    """1 + f + f^2 + ..., `tics` terms: how far a speed of 1 goes in so many tics."""
+    return (1 - FRICTION**tics) / (1 - FRICTION)
 
 
 def moved_poses(poses: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
