@@ -6,9 +6,12 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from tests.worlds import tiny_episodes, tiny_world
 
@@ -56,6 +59,26 @@ def test_a_long_run_measures_its_sharpness_all_the_way() -> None:
     assert numbers["gradient_energy_by_100_frames"] == pytest.approx(wanted)
     assert numbers["cache_bytes_full"] == numbers["cache_bytes_end"]
     assert min(numbers["smallest_deviation_within"], numbers["deviation_within_frames"]) > 1
+
+
+def test_weights_on_the_way_are_kept_evenly_in_time(tmp_path: Path) -> None:
+    sys.path.insert(0, str(TRAINING))
+    from checkpoint import read_checkpoint
+    from train import Clock, Journal, Learner
+
+    learner = Learner(tiny_world().requires_grad_(True), 1e-3, False, 1)
+    clock = SimpleNamespace(progress=0.0, elapsed=lambda: 1000 * clock.progress)
+    journal = Journal(
+        tmp_path, learner, cast(Any, SimpleNamespace(spans=[])), cast(Clock, clock), keep=3
+    )
+    there = []
+    for clock.progress in (0.1, 0.26, 0.3, 0.49, 0.51, 0.52, 0.99):
+        journal.note(24, {}, torch.zeros(()))
+        there.append(sorted(int(path.stem[-5:]) for path in tmp_path.glob("average-*.safetensors")))
+    assert there == [[], [260], [260], [260], [260, 510], [260, 510], [260, 510, 990]]
+    config, state = read_checkpoint(tmp_path / "average-00510.safetensors")
+    assert config == tiny_world().config
+    assert state.keys() == tiny_world().state_dict().keys()
 
 
 def test_an_unreadable_recording_ends_the_run(tmp_path: Path) -> None:

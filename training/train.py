@@ -91,13 +91,13 @@ class Learner:
         tokenizer = self.model.tokenizer.named_parameters(prefix="tokenizer")
         return dict(tokenizer) | dict(zip(self.names, self.average, strict=True))
 
-    def save(self, out: Path) -> None:
+    def save(self, path: Path) -> None:
         """The averaged weights under the model's parameter names, never half-written."""
         tensors = {name: t.detach().contiguous() for name, t in self.averaged().items()}
-        temporary = out / "average.safetensors.part"
+        temporary = path.with_suffix(".part")
         header = {"config": json.dumps(self.model.config.to_dict())}
         save_file(tensors, temporary, header)
-        temporary.rename(out / "average.safetensors")
+        temporary.rename(path)
 
 
 class Clock:
@@ -127,11 +127,15 @@ class Clock:
 
 
 class Journal:
-    """What the first process prints, logs every ten seconds and saves every minute."""
+    """What the first process prints, logs every ten seconds and saves every minute.
 
-    def __init__(self, out: Path, learner: Learner, walks: Walks, clock: Clock):
+    `keep`: so many of the weights on the way stay, evenly in time, for a learning curve.
+    """
+
+    def __init__(self, out: Path, learner: Learner, walks: Walks, clock: Clock, keep: int):
         self.out, self.learner, self.walks, self.clock = out, learner, walks, clock
         self.logged = self.saved = time.time()
+        self.keep, self.kept = keep, 0
         self.numbers: defaultdict[str, list[torch.Tensor]] = defaultdict(list)
 
     def note(self, frames: int, numbers: dict[str, torch.Tensor], norm: torch.Tensor) -> None:
@@ -153,12 +157,15 @@ class Journal:
             self.logged = time.time()
             self.numbers.clear()
         if time.time() - self.saved > 60:
-            self.learner.save(self.out)
+            self.learner.save(self.out / "average.safetensors")
             self.saved = time.time()
+        if self.clock.progress * (self.keep + 1) >= self.kept + 1:
+            self.kept += 1
+            self.learner.save(self.out / f"average-{round(self.clock.elapsed()):05d}.safetensors")
 
     def close(self) -> None:
         """Save the final weights and mark the run as done."""
-        self.learner.save(self.out)
+        self.learner.save(self.out / "average.safetensors")
         steps, seconds = self.learner.steps, self.clock.elapsed()
         print(f"train: {steps} steps in {seconds:.0f} s", flush=True)
         (self.out / "DONE").touch()
@@ -181,6 +188,9 @@ def parse_arguments() -> argparse.Namespace:
         "--resume", type=Path, help="weights to start from, of training or exported"
     )
     parser.add_argument("--enough", type=int, default=200, help="walks to wait for")
+    parser.add_argument(
+        "--keep", type=int, default=0, help="weights on the way that stay, named by their second"
+    )
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--tiny",
@@ -319,7 +329,7 @@ def main() -> None:
             flush=True,
         )
     clock = Clock(arguments.seconds, process)
-    journal = Journal(arguments.out, learner, walks, clock) if is_first else None
+    journal = Journal(arguments.out, learner, walks, clock, arguments.keep) if is_first else None
     train(course, steps, clock, journal)
     if journal is not None:
         journal.close()
