@@ -250,6 +250,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--store-keys", choices=STORES, default="after_rope")
     parser.add_argument("--query-stride", type=int, default=13, help="13 meets all rows of patches")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto",
+        help="what the network computes in, as for steadykv compare",
+    )  # fmt: skip
     parser.add_argument("--batch", type=int, help="rollouts that run together")
     parser.add_argument("--world", help="name of a shipped world, or weights of another one")
     parser.add_argument("--walks", type=Path, help="archive of other beginnings of walks")
@@ -265,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         episodes = load_episodes(
             walk_numbers(given.first_walk, given.episodes), walks_of(given.world, given.walks)
         )
-        world = load_world(given.world, device=device, dtype=network_dtype(device))
+        world = load_world(given.world, device=device, dtype=network_dtype(device, given.dtype))
         shape = world.config
         check_frames(given.frames, shape.chunk_frames, episodes.actions.shape[1])
         policy = CachePolicy(
