@@ -13,6 +13,7 @@ from benchmarks import attention_output
 from benchmarks.attention_output import OutputProbe, errors_of, measure, output_energies
 from steadykv.cache import KVCache
 from steadykv.config import CachePolicy, preset
+from steadykv.evaluation.fingerprint import world_hash
 from steadykv.evaluation.metrics.tensors import attention_errors
 from steadykv.evaluation.protocol import Protocol
 from steadykv.evaluation.rollouts import new_cache
@@ -20,7 +21,7 @@ from steadykv.evaluation.shadows import CLEAN, DENOISING
 from steadykv.world import rollout
 from steadykv.world.episodes import save_episodes
 from steadykv.world.rope import rotation_of
-from steadykv.world.weights import save_world
+from steadykv.world.weights import load_world, save_world
 from tests.worlds import TINY, tiny_episodes, tiny_world
 
 REFINED = "qvg4@refinement=2:qvg@metadata=int8+packing=trits+refinement=2"
@@ -170,7 +171,13 @@ def test_the_command_writes_rows(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert row["episode"] == "walk-1"
     assert 0.02 < float(row["output_error"]) < 0.9
     assert row["torch"] == torch.__version__
+    assert row["world_sha256"] == world_hash(load_world(world))
     assert f"{float(row['output_error']):.4f}" in capsys.readouterr().out
+    attention_output.main([*files, "--frames", "6", "--methods", "qvg", "--centroids", "4",
+                           "--dtype", "bfloat16", "--out", str(path)])  # fmt: skip
+    with path.open(newline="") as file:
+        (coarse,) = csv.DictReader(file)
+    assert coarse["world_sha256"] == world_hash(load_world(world, dtype=torch.bfloat16))
     for wrong, why in (("--frames 4", "multiple of 3"), ("--frames 3", "ask for more frames"),
                        ("--methods qgv", "unknown method")):  # fmt: skip
         with pytest.raises(SystemExit, match=why):
