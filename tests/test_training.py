@@ -61,6 +61,23 @@ def test_a_long_run_measures_its_sharpness_all_the_way() -> None:
     assert min(numbers["smallest_deviation_within"], numbers["deviation_within_frames"]) > 1
 
 
+def test_copies_shifted_by_a_turn_tell_right_turns_from_wrong_ones() -> None:
+    pytest.importorskip("cv2")
+    sys.path.insert(0, str(TRAINING))
+    from evaluate import turned_copies
+
+    rng = np.random.default_rng(0)
+    around = torch.from_numpy(rng.integers(0, 256, (1, 16, 400, 3), np.uint8)).float()
+    held, at, frames = [0, 0, 0, 2, 2, 4, 1, 3, 4, 0, 2], 200, []
+    for buttons in held:  # to the left the window moves left, and what it shows to the right
+        at += 8 * (bool(buttons & 4) - bool(buttons & 2))
+        frames.append(around[0, :, at : at + 48] + torch.randn(16, 48, 3))
+    video, actions = torch.stack(frames)[None], torch.tensor([held])
+    assert 44 < turned_copies(video, actions, 8) < 46  # noise of two frames, sigma 1
+    assert turned_copies(video, actions ^ 6, 8) < 12
+    assert turned_copies(video, actions, 7) < 12
+
+
 def test_weights_on_the_way_are_kept_evenly_in_time(tmp_path: Path) -> None:
     sys.path.insert(0, str(TRAINING))
     from checkpoint import read_checkpoint

@@ -22,12 +22,13 @@ import cv2
 import numpy as np
 import torch
 from checkpoint import load_any
-from data import LEFT, RIGHT
+from data import FORWARD, LEFT, RIGHT
 from speed import own_cache, speed
 
 from steadykv.evaluation.metrics import frame_mse, psnr_from_mse
-from steadykv.world import Episodes, WorldModel, rollout
+from steadykv.world import Episodes, WorldConfig, WorldModel, rollout
 from steadykv.world.episodes import save_episodes
+from steadykv.world.pose import TICS, TURN_DEGREES
 
 EPISODES, EPISODE_FRAMES = 64, 99
 # (flow times, commit time), None for the model's own; one pass shows what history alone tells
@@ -99,6 +100,24 @@ def obedience(videos: torch.Tensor, actions: torch.Tensor, frames: int = 48) -> 
     return float(np.concatenate(hits).mean())
 
 
+def turned_copies(
+    videos: torch.Tensor, actions: torch.Tensor, pixels: int, frames: int = 48
+) -> float:
+    """PSNR of frames that turn against the frame before, shifted by the turn: the median, in dB.
+
+    Over the first `frames` generated frames that turn without walking; for worlds in which a turn
+    shifts the picture by so many `pixels`.
+    """
+    values = []
+    for video, held in zip(videos.float(), actions.tolist(), strict=True):
+        for i in range(3, min(3 + frames, len(video))):
+            side = bool(held[i] & LEFT) - bool(held[i] & RIGHT)
+            if side and not held[i] & FORWARD:
+                before, now = (video[i - 1], video[i]) if side > 0 else (video[i], video[i - 1])
+                values.append((before[:, :-pixels] - now[:, pixels:]).square().mean())
+    return float(psnr_from_mse(torch.stack(values).double()).median())
+
+
 def gradient_energy(frames: torch.Tensor) -> torch.Tensor:
     """Mean squared difference of neighbouring pixels, both ways: [N,H,W,3] -> scalar."""
     x = frames.float()
@@ -115,9 +134,17 @@ def nearest_share(frames: torch.Tensor, bank: torch.Tensor) -> float:
 
 
 def measures(
-    video: torch.Tensor, true: torch.Tensor, episodes: Episodes, bank: torch.Tensor
+    config: WorldConfig,
+    video: torch.Tensor,
+    true: torch.Tensor,
+    episodes: Episodes,
+    bank: torch.Tensor,
 ) -> dict[str, float]:
-    """Everything but the long run, of rollouts [64, 3+T, H, W, 3] against the true frames."""
+    """Everything but the long run, of rollouts [64, 3+T, H, W, 3] against the true frames.
+
+    A model that is told where it looks moves its picture with the turn even untrained, so that
+    there copies of the frame before are what says whether it obeys.
+    """
     length = video.shape[1]
     by_chunk = frame_mse(true[:, :length], video).unflatten(1, (-1, 3)).mean(2)
     decibels = psnr_from_mse(by_chunk).median(dim=0).values.tolist()
@@ -131,9 +158,12 @@ def measures(
     out["between_deviation"] = float(between)
     out["nearest_share"] = nearest_share(video[:, last], bank)
     out["nearest_share_real"] = nearest_share(true[:, last], bank)
+    if config.view_degrees:
+        pixels = round(TICS * TURN_DEGREES / config.view_degrees * config.image_width)
+        copies = [turned_copies(x, episodes.actions, pixels) for x in (video, true)]
+        return out | dict(zip(("turned_copy_psnr", "turned_copy_psnr_real"), copies, strict=True))
     real, generated = obedience(true, episodes.actions), obedience(video, episodes.actions)
-    out |= {"obedience": generated / real, "obedience_real": real}
-    return out
+    return out | {"obedience": generated / real, "obedience_real": real}
 
 
 def with_sampling(world: WorldModel, levels: tuple[float, ...], commit_time: float) -> WorldModel:
@@ -212,7 +242,7 @@ def sweep(world: WorldModel, walks: Path) -> list[dict[str, Any]]:
         levels = own.noise_levels if times is None else times
         commit = own.commit_time if committed is None else committed
         video = rollout(with_sampling(world, levels, commit), episodes, own_cache(world), 72)
-        numbers = measures(video, true[:, :75], episodes, bank)
+        numbers = measures(own, video, true[:, :75], episodes, bank)
         rows.append({"levels": levels, "commit": commit, **numbers})
         printed = {"commit": commit, **numbers}
         print("sweep:", levels, commit, {k: round(v, 3) for k, v in printed.items()}, flush=True)
@@ -225,7 +255,7 @@ def judge_held_out(
 ) -> dict[str, float]:
     """The measures of 96 generated frames; six walks and their rollouts go to `rollouts.png`."""
     video = rollout(world, episodes, own_cache(world), 96)
-    numbers = measures(video, true, episodes, bank)
+    numbers = measures(world.config, video, true, episodes, bank)
     picks = list(range(0, len(episodes), max(1, len(episodes) // 6)))
     sheet = torch.stack((true[picks], video[picks]), 1).flatten(0, 1)
     contact_sheet(out / "rollouts.png", sheet, (2, 3, 5, 8, 14, 26, 38, 50, 74, 98))

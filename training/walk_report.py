@@ -24,7 +24,7 @@ from steadykv.world.pose import walk_poses
 from steadykv.world.tokenizer import Tokenizer
 
 SHORTEST, LONGEST = RETURN_FRAMES
-LEAD = 20  # frames walked before a reckoning is looked at, so that the walker's speed is known
+LEAD = 20  # frames of buttons that tell a walker's speed
 
 
 class Recorded(NamedTuple):
@@ -49,10 +49,13 @@ def turned(a: NDArray[np.float32], b: NDArray[np.float32]) -> NDArray[np.float32
     return np.asarray((a - b + 180) % 360 - 180)
 
 
-def reckoning(walk: Recorded, start: int, count: int) -> tuple[NDArray, NDArray]:
-    """How far places (map units) and headings (degrees) reckoned from the buttons are off."""
-    held = torch.from_numpy(walk.actions[None, start - LEAD : start + count].astype(np.int64))
-    reckoned = walk_poses(held)[0, LEAD:].numpy().astype(float)
+def reckoning(walk: Recorded, start: int, count: int, lead: int) -> tuple[NDArray, NDArray]:
+    """How far places (map units) and headings (degrees) reckoned from the buttons are off.
+
+    The reckoning begins `lead` frames before `start`.
+    """
+    held = torch.from_numpy(walk.actions[None, start - lead : start + count].astype(np.int64))
+    reckoned = walk_poses(held)[0, lead:].numpy().astype(float)
     true = walk.poses[start : start + count].astype(float)
     angle = np.radians(true[0, 2] - reckoned[0, 2])
     (x, y), (c, s) = (reckoned[:, :2] - reckoned[0, :2]).T, (np.cos(angle), np.sin(angle))
@@ -96,13 +99,18 @@ def show_returns(kind: str, walks: list[Recorded]) -> None:
 
 def show_reckoning(walks: list[Recorded]) -> None:
     """How exact the buttons are as a record of headings and places."""
-    places = [reckoning(walk, start, 120) for walk in walks for start in (30, 300, 600)]
-    off, wrong = (np.array(part) for part in zip(*places, strict=True))
-    medians = {n: round(float(np.median(off[:, n - 1])), 1) for n in (10, 60, 120)}
-    print(
-        f"reckoned headings: off by {wrong.max():.3f} degrees at most; places, after so many "
-        f"frames, in the median by {medians} map units"
-    )
+    for told, lead, starts in (
+        ("of walkers whose last 20 frames are known", LEAD, (30, 300, 600)),
+        ("of walkers already under way", 0, (30, 300, 600)),
+        ("of walks from their beginning", 0, (0,)),
+    ):
+        found = [reckoning(walk, start, 120, lead) for walk in walks for start in starts]
+        off, wrong = (np.array(part) for part in zip(*found, strict=True))
+        medians = {n: round(float(np.median(off[:, n - 1])), 2) for n in (10, 60, 120)}
+        print(
+            f"{told}: reckoned headings off by {wrong.max():.3f} degrees at most; places, after so "
+            f"many frames, in the median by {medians} map units"
+        )
 
 
 def show_copies(walks: list[Recorded], view: float) -> None:
