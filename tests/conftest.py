@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,11 @@ hypothesis.settings.register_profile(
     "steadykv", deadline=None, derandomize=True, max_examples=25, print_blob=True
 )
 hypothesis.settings.load_profile("steadykv")
+
+# A shell starts its background jobs with Ctrl-C ignored, and their children inherit that: the tests
+# of what Ctrl-C does would then interrupt nothing.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 INTEGER_POISON = 0xAA
 
