@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import horizon
 from steadykv.evaluation.metrics import psnr
-from steadykv.evaluation.revisits import LEFT, RIGHT
+from steadykv.game import LEFT, RIGHT
 from tests.worlds import TINY, tiny_episodes, tiny_world
 
 

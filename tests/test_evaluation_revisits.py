@@ -7,9 +7,7 @@ import pytest
 
 from steadykv.errors import ConfigError, NonFiniteError, ShapeError
 from steadykv.evaluation.revisits import (
-    LEFT,
     NEAR,
-    RIGHT,
     Revisit,
     returning,
     revisits,
@@ -18,6 +16,7 @@ from steadykv.evaluation.revisits import (
     there_and_back,
     turn_poses,
 )
+from steadykv.game import LEFT, RIGHT
 
 # ANGLE of ViZDoom 1.3.2 with Freedoom, two tics a frame, after each frame: standing, left for 8
 # frames (the first tic of an episode is lost), right for 10, standing for 2, left for 5.

@@ -19,7 +19,7 @@ MAX_LINES = 400
 
 # Data goes forward only: a folder or module imports from its own line and the lines above it.
 LAYERS = (
-    {"errors"},
+    {"errors", "game"},
     {"config"},
     {"reference", "kernels"},
     {"ops"},

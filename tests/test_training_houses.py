@@ -6,6 +6,7 @@ import itertools
 import math
 import re
 import struct
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,11 +16,12 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 
-from data import FORWARD, LEFT, RIGHT, File
+from data import File
 from house_walks import SCREEN, VIEW_DEGREES, Visitor, record_houses
 from houses import PLAYER_START, House, make_house, write_wad
 
 from steadykv.evaluation.revisits import returning
+from steadykv.game import FORWARD, LEFT, RIGHT
 from steadykv.world.pose import walk_poses
 
 SEEDS = range(12)
@@ -212,6 +214,17 @@ def test_a_turn_by_a_patch_moves_a_panorama_by_a_patch() -> None:
     plane = [screen(heading)[:, 106:214] for heading in (0.0, 90 * 8 / 96)]
     bent = np.abs(plane[0][:, 27:].astype(int) - plane[1][:, :-27]).mean()
     assert bent > 3  # the engine's own picture bends
+
+
+def test_recording_processes_do_without_pytorch() -> None:
+    """Dozens of them start at once."""
+    pytest.importorskip("cv2")
+    program = "import sys, data, house_walks; print('torch' in sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True,
+        cwd=Path(__file__).parents[1] / "training",
+    )  # fmt: skip
+    assert done.stdout == "False\n"
 
 
 def test_recorded_walks_follow_their_seed_and_buttons(

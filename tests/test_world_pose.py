@@ -9,16 +9,12 @@ import pytest
 import torch
 
 from steadykv.errors import ConfigError, ShapeError
+from steadykv.game import FORWARD, LEFT, PATCH_TURN_DEGREES, RIGHT, TICS_PER_FRAME
 from steadykv.world import WorldModel, rollout
 from steadykv.world.pose import (
     BLOCK,
-    FORWARD,
     FRICTION,
-    LEFT,
-    RIGHT,
     THRUST,
-    TICS,
-    TURN_DEGREES,
     WAVELENGTHS,
     PoseFeatures,
     moved_poses,
@@ -35,8 +31,8 @@ def stepped(actions: list[int]) -> list[tuple[float, float, float]]:
     x = y = heading = speed_x = speed_y = 0.0
     poses = []
     for buttons in actions:
-        for _ in range(TICS):
-            heading += TURN_DEGREES * (bool(buttons & LEFT) - bool(buttons & RIGHT))
+        for _ in range(TICS_PER_FRAME):
+            heading += PATCH_TURN_DEGREES * (bool(buttons & LEFT) - bool(buttons & RIGHT))
             if buttons & FORWARD:
                 speed_x += THRUST * math.cos(math.radians(heading))
                 speed_y += THRUST * math.sin(math.radians(heading))
@@ -63,7 +59,7 @@ def test_poses_are_those_of_the_game_step_by_step() -> None:
 def test_a_running_walker_slides_on_and_stops() -> None:
     poses = walk_poses(torch.tensor([[FORWARD] * 60 + [0] * 120]))[0]
     steps = poses[:, 0].diff()
-    full = TICS * THRUST / (1 - FRICTION)
+    full = TICS_PER_FRAME * THRUST / (1 - FRICTION)
     assert steps[50] == pytest.approx(full, rel=0.01)
     assert 0 < steps[61] < full
     assert steps[-1] == pytest.approx(0, abs=1e-3)

@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from steadykv.game import FORWARD, LEFT, RIGHT, TICS_PER_FRAME, USE
+
 if TYPE_CHECKING:
     import vizdoom
     from recipe import Recording
 
-FORWARD, LEFT, RIGHT, USE = 1, 2, 4, 8
-TICS_PER_FRAME = 2
 HIDDEN = (
     "hud", "weapon", "crosshair", "decals", "particles", "messages", "corpses", "screen_flashes"
 )  # fmt: skip

@@ -22,13 +22,12 @@ import cv2
 import numpy as np
 import torch
 from checkpoint import load_any
-from data import FORWARD, LEFT, RIGHT
 from speed import own_cache, speed
 
 from steadykv.evaluation.metrics import frame_mse, psnr_from_mse
+from steadykv.game import FORWARD, LEFT, PATCH_TURN_DEGREES, RIGHT, TICS_PER_FRAME
 from steadykv.world import Episodes, WorldConfig, WorldModel, rollout
 from steadykv.world.episodes import save_episodes
-from steadykv.world.pose import TICS, TURN_DEGREES
 
 EPISODES, EPISODE_FRAMES = 64, 99
 # (flow times, commit time), None for the model's own; one pass shows what history alone tells
@@ -159,7 +158,9 @@ def measures(
     out["nearest_share"] = nearest_share(video[:, last], bank)
     out["nearest_share_real"] = nearest_share(true[:, last], bank)
     if config.view_degrees:
-        pixels = round(TICS * TURN_DEGREES / config.view_degrees * config.image_width)
+        pixels = round(
+            TICS_PER_FRAME * PATCH_TURN_DEGREES / config.view_degrees * config.image_width
+        )
         copies = [turned_copies(x, episodes.actions, pixels) for x in (video, true)]
         return out | dict(zip(("turned_copy_psnr", "turned_copy_psnr_real"), copies, strict=True))
     real, generated = obedience(true, episodes.actions), obedience(video, episodes.actions)

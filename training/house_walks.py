@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
-from data import FORWARD, LEFT, RIGHT, TICS_PER_FRAME, File, Walk, new_game
+from data import File, Walk, new_game
 from houses import House, Point, make_house, write_wad
 from panorama import Panorama
 
-from steadykv.world.pose import TURN_DEGREES
+from steadykv.game import FORWARD, LEFT, PATCH_TURN_DEGREES, RIGHT, TICS_PER_FRAME
 
 if TYPE_CHECKING:
     import vizdoom
@@ -200,19 +200,18 @@ def record_houses(file: File) -> list[Walk]:
         for variable in ("POSITION_X", "POSITION_Y", "ANGLE"):
             game.add_available_game_variable(getattr(vizdoom.GameVariable, variable))
         game.init()
-        walks = []
+        walks, look = [], Panorama(SCREEN, file.size, VIEW_DEGREES)
         for number, (house, rng) in enumerate(zip(houses, generators, strict=True)):
             game.set_doom_map(f"map{number + 1:02d}")
             game.set_seed(number)
             game.new_episode()
-            walks.append(_record(game, Visitor(house, rng), file))
+            walks.append(_record(game, Visitor(house, rng), file, look))
         game.close()
     return walks
 
 
-def _record(game: vizdoom.DoomGame, visitor: Visitor, file: File) -> Walk:
+def _record(game: vizdoom.DoomGame, visitor: Visitor, file: File, look: Panorama) -> Walk:
     """One walk from the start of the episode that has just begun."""
-    look = Panorama(SCREEN, file.size, VIEW_DEGREES)
     for _ in range(SETTLING):
         game.make_action([0, 0], TICS_PER_FRAME)
     unseen, buttons = int(visitor.rng.integers(file.prelude + 1)), 0
@@ -226,5 +225,7 @@ def _record(game: vizdoom.DoomGame, visitor: Visitor, file: File) -> Walk:
             poses.append(pose)
         buttons = visitor.act(*(float(p) for p in pose))
         turn = bool(buttons & RIGHT) - bool(buttons & LEFT)  # the engine's is clockwise
-        game.make_action([float(bool(buttons & FORWARD)), turn * TURN_DEGREES], TICS_PER_FRAME)
+        game.make_action(
+            [float(bool(buttons & FORWARD)), turn * PATCH_TURN_DEGREES], TICS_PER_FRAME
+        )
     return Walk(np.stack(frames), np.array(actions, np.uint8), np.array(poses, np.float32))

@@ -13,11 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from steadykv.errors import ConfigError, NonFiniteError, ShapeError
+from steadykv.game import FORWARD, LEFT, RIGHT, TICS_PER_FRAME
 
-FORWARD, LEFT, RIGHT, USE = 1, 2, 4, 8
-"""Buttons of the embedded world's actions, as bits."""
-
-TICS_PER_FRAME = 2
 TURN_DEGREES = 640 * 360 / 65536
 """A tic of held turning; the game's angles have 65,536 steps."""
 SLOW_TICS = 5

@@ -12,15 +12,9 @@ import math
 import torch
 from torch import nn
 
+from steadykv.game import FORWARD, LEFT, PATCH_TURN_DEGREES, RIGHT, TICS_PER_FRAME
 from steadykv.world.config import WorldConfig
 
-FORWARD, LEFT, RIGHT = 1, 2, 4
-"""Buttons of an action, as bits."""
-TICS = 2
-"""Steps of the game for each frame."""
-TURN_DEGREES = 683 * 360 / 65536
-"""A tic of turning; the game's angles have 65,536 steps, and 683 of them are half a patch of 8
-pixels in a frame of 96 that shows 90 degrees."""
 THRUST, FRICTION = 25 * 2048 / 65536, 0xE800 / 65536
 """What a tic of walking adds to the speed (map units a tic), and what a tic leaves of it."""
 
@@ -44,17 +38,17 @@ def walk_poses(actions: torch.Tensor) -> torch.Tensor:
     """
     held = actions.long()
     left, right = ((held & bit).ne(0).double() for bit in (LEFT, RIGHT))
-    heading = ((left - right) * TURN_DEGREES).repeat_interleave(TICS, 1).cumsum(1)
+    heading = ((left - right) * PATCH_TURN_DEGREES).repeat_interleave(TICS_PER_FRAME, 1).cumsum(1)
     angle = torch.deg2rad(heading)
-    push = (held & FORWARD).ne(0).double().repeat_interleave(TICS, 1) * THRUST
+    push = (held & FORWARD).ne(0).double().repeat_interleave(TICS_PER_FRAME, 1) * THRUST
     pushes = torch.stack((push * angle.cos(), push * angle.sin()), 1)  # [B,2,tics]
     speed = place = pushes.new_zeros(len(held), 2, 1)
     places = []
-    for part in pushes.split(BLOCK * TICS, -1):
+    for part in pushes.split(BLOCK * TICS_PER_FRAME, -1):
         # A push moves the walker by 1 + f + f^2 + ... until the end of a frame, and so does the
         # speed that it had before.
         tics = torch.arange(part.shape[-1], device=held.device)
-        ends = tics[TICS - 1 :: TICS]
+        ends = tics[TICS_PER_FRAME - 1 :: TICS_PER_FRAME]
         passed = (ends[:, None] - tics + 1).clamp_min(0).double()
         slid = _summed(ends.double() + 1) * speed
         places.append(place + part @ _summed(passed).T + slid)
@@ -64,7 +58,7 @@ def walk_poses(actions: torch.Tensor) -> torch.Tensor:
     if not places:
         return heading.new_zeros(*held.shape, 3, dtype=torch.float32)
     x, y = torch.cat(places, -1).unbind(1)
-    return torch.stack((x, y, heading[:, TICS - 1 :: TICS]), -1).float()
+    return torch.stack((x, y, heading[:, TICS_PER_FRAME - 1 :: TICS_PER_FRAME]), -1).float()
 
 
 def _summed(tics: torch.Tensor) -> torch.Tensor:
