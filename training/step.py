@@ -1,4 +1,4 @@
-"""One training step: forward and backward of a phase, compiled once."""
+"""One training step: forward and backward of a phase, whose blocks are compiled once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from critic import Judge
 from losses import ForcedAttention, draw_history_times, draw_times, faded, flow_loss, predict
 from recipe import Phase, Recipe
 
-from steadykv.world.model import WorldModel
+from steadykv.world.model import Attend, Block, Table, WorldModel
 from steadykv.world.pose import moved_poses, walk_poses
 from steadykv.world.rope import rope_table
 
@@ -23,8 +23,30 @@ def spread(times: torch.Tensor) -> torch.Tensor:
 Forward = Callable[..., torch.Tensor]  # the arguments of `predict` from `history` to `poses`
 
 
-def build_forward(model: WorldModel, phase: Phase, device: str, compiled: bool) -> Forward:
-    """`predict` for the sequences of a phase; one graph."""
+def compile_blocks(model: WorldModel, backend: str = "inductor") -> None:
+    """Let all blocks share one graph for each kind of sequence.
+
+    A graph of the whole model repeats the block for every layer, which takes several times as long
+    to compile.
+    """
+
+    @torch.compile(dynamic=False, backend=backend)
+    def run(
+        block: Block, x: torch.Tensor, modulation: torch.Tensor, attend: Attend, table: Table
+    ) -> torch.Tensor:
+        # a number of the layer would make a graph for each; ForcedAttention does not look at it
+        return Block.forward(block, x, modulation, 0, attend, table)
+
+    def of(block: Block) -> Callable[..., torch.Tensor]:
+        return lambda x, modulation, _layer, attend, table: run(block, x, modulation, attend, table)
+
+    for block in model.blocks:
+        assert isinstance(block, Block)
+        block.forward = of(block)  # type: ignore[method-assign]
+
+
+def build_forward(model: WorldModel, phase: Phase, device: str) -> Forward:
+    """`predict` for the sequences of a phase."""
     frames = phase.frames
     attend = ForcedAttention(model.config, frames, device, phase.windows)
     cosine, sine = rope_table(model.config, 0, frames, device)
@@ -40,7 +62,7 @@ def build_forward(model: WorldModel, phase: Phase, device: str, compiled: bool) 
     ) -> torch.Tensor:
         return predict(model, history, history_times, noisy, times, actions, poses, attend, table)
 
-    return torch.compile(forward, dynamic=False) if compiled else forward
+    return forward
 
 
 class Step:

@@ -27,7 +27,7 @@ from own_walks import OwnWalks
 from parallel import Process, average_gradients, start_process
 from recipe import Recipe, read_recipe, tiny
 from safetensors.torch import save_file
-from step import Step, build_forward
+from step import Step, build_forward, compile_blocks
 from walks import Walks
 
 from steadykv.world.model import WorldModel
@@ -304,11 +304,12 @@ def main() -> None:
 
     walks = Walks(arguments.walks, process.device, arguments.capacity, recipe.world)
     course = Course(learner, recipe, walks, process)
-    # phases of the same sequences share a graph: compiling one takes minutes
+    if not arguments.tiny:
+        compile_blocks(model)
+    # phases of the same sequences share a mask, and so their graphs
     shapes = {(phase.frames, phase.windows): phase for phase in recipe.phases}
     forwards = {
-        shape: build_forward(model, phase, process.device, compiled=not arguments.tiny)
-        for shape, phase in shapes.items()
+        shape: build_forward(model, phase, process.device) for shape, phase in shapes.items()
     }
     steps = [
         Step(model, recipe, phase, forwards[phase.frames, phase.windows], course.judge)
