@@ -55,13 +55,21 @@ def small_episodes(rows: int = 2, actions: int = 30) -> Episodes:
 
 @pytest.mark.parametrize(
     ("key_rope", "sink", "view"),
-    [("post", 0, 0.0), ("pre", 0, 90.0), ("post", 3, 90.0), ("pre", 3, 0.0)],
+    [
+        ("post", 0, {}),
+        ("pre", 0, {"view_degrees": 90.0}),
+        ("post", 3, {"view_degrees": 90.0, "rope_dims": (24, 36, 0), "view_dims": (36, 32)}),
+        ("pre", 3, {"view_degrees": 90.0, "rope_dims": (20, 20, 20), "view_dims": (36, 32)}),
+        ("pre", 3, {}),
+    ],
 )
 @torch.no_grad()
-def test_training_forward_equals_cached_passes(key_rope: KeyRope, sink: int, view: float) -> None:
+def test_training_forward_equals_cached_passes(
+    key_rope: KeyRope, sink: int, view: dict[str, Any]
+) -> None:
     from losses import ForcedAttention, predict
 
-    config, frames = dataclasses.replace(SMALL, sink_frames=sink, view_degrees=view), 15
+    config, frames = dataclasses.replace(SMALL, sink_frames=sink, **view), 15
     world = small_world(config)
     generator = torch.Generator().manual_seed(1)
     shape = (2, frames, config.frame_tokens, config.channels)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
 
 from steadykv.errors import ConfigError, ShapeError
 from steadykv.game import FORWARD, LEFT, PATCH_TURN_DEGREES, RIGHT, TICS_PER_FRAME
-from steadykv.world import WorldModel, rollout
+from steadykv.world import WorldConfig, WorldModel, rollout
 from steadykv.world.pose import (
     BLOCK,
     FRICTION,
@@ -18,12 +19,16 @@ from steadykv.world.pose import (
     WAVELENGTHS,
     PoseFeatures,
     moved_poses,
+    turned,
+    view_table,
     walk_poses,
 )
+from steadykv.world.rope import rope_table
 from tests.plain_cache import PlainCache
 from tests.worlds import TINY, tiny_episodes, tiny_world
 
 SEEING = dataclasses.replace(TINY, view_degrees=90.0)
+TURNING = dataclasses.replace(SEEING, rope_dims=(4, 4, 0), view_dims=(16, 8))
 
 
 def stepped(actions: list[int]) -> list[tuple[float, float, float]]:
@@ -122,6 +127,68 @@ def test_a_seeing_world_asks_for_poses() -> None:
     with pytest.raises(ShapeError, match=r"poses: got none, expected \[B,F,3\]"):
         world(torch.zeros(shape), torch.zeros(1, 3), torch.zeros(1, 3, dtype=torch.long),
               lambda *_: torch.zeros(1), (torch.zeros(1), torch.zeros(1)))  # fmt: skip
+
+
+def logits(q: torch.Tensor, query: list[float], k: torch.Tensor, key: list[float]) -> torch.Tensor:
+    """Of every token of a frame seen from pose `query` with every token of one from `key`."""
+    tables = [view_table(TURNING, torch.tensor([[pose]])) for pose in (query, key)]
+    return torch.einsum("bshd,bthd->st", turned(q, tables[0]), turned(k, tables[1]))
+
+
+def test_what_a_query_finds_depends_on_how_it_stands_to_the_key_alone() -> None:
+    generator = torch.Generator().manual_seed(3)
+    shape = (1, TURNING.frame_tokens, 1, TURNING.head_dim)
+    q, k = torch.randn(2, *shape, generator=generator).unbind()
+    found = logits(q, [10.0, 20.0, 30.0], k, [40.0, -60.0, 75.0])
+    moved = logits(q, [310.0, 520.0, 390.0], k, [340.0, 440.0, 75.0])
+    torch.testing.assert_close(moved, found, rtol=1e-3, atol=1e-3)
+    assert not torch.allclose(logits(q, [10.0, 20.0, 37.5], k, [40.0, -60.0, 75.0]), found)
+    assert not torch.allclose(logits(q, [90.0, 20.0, 30.0], k, [40.0, -60.0, 75.0]), found)
+
+
+def test_keys_of_the_same_place_and_direction_are_found_first() -> None:
+    """With one vector everywhere, rotation alone says where to look; rows look alike."""
+    config, columns = TURNING, TURNING.columns
+    width = config.view_degrees / columns
+    one = torch.ones(1, config.frame_tokens, 1, config.head_dim)
+    here = [100.0, 200.0, 0.0]
+    # two columns to the left: what was in column c is in column c + 2
+    found = logits(one, [100.0, 200.0, 2 * width], one, here)
+    first = found.view(config.rows, columns, config.rows, columns)[0, :, 0]
+    assert first[2:].argmax(-1).tolist() == list(range(columns - 2))
+    elsewhere = logits(one, [100.0, 200.0, 2 * width], one, [400.0, 200.0, 0.0])
+    assert (elsewhere.view(config.rows, columns, config.rows, columns)[0, 2:, 0].amax(-1)
+            < first[2:].amax(-1)).all()  # fmt: skip
+
+
+def test_the_rest_of_a_head_keeps_still() -> None:
+    x = torch.randn(2, 2 * TURNING.frame_tokens, 3, TURNING.head_dim)
+    poses = walk_poses(torch.tensor([[2, 3], [4, 5]]))
+    out = turned(x.bfloat16(), view_table(TURNING, poses))
+    assert out.dtype is torch.bfloat16
+    assert torch.equal(out[..., :8], x.bfloat16()[..., :8])
+    assert not torch.equal(out[..., 8:], x.bfloat16()[..., 8:])
+    assert not torch.equal(*view_table(TURNING, poses)[0].unbind())  # rows of a batch differ
+    for part, value in zip(rope_table(TURNING, 3, 2, "cpu"), (1.0, 0.0), strict=True):
+        assert (part[:, 4:] == value).all()  # and the embedding of frames leaves theirs alone
+    cosine, _ = view_table(TURNING, poses.double() + torch.tensor([0.0, 0.0, 720.0]))
+    torch.testing.assert_close(cosine, view_table(TURNING, poses)[0], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        {"view_degrees": 0.0},
+        {"view_dims": (12, 12)},
+        {"view_dims": (24, 8)},
+        {"rope_dims": (-4, 12, 0)},
+        {"view_dims": (24,)},
+    ],
+)
+def test_impossible_shares_of_a_head_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="view_dims: got"):
+        dataclasses.replace(TURNING, **bad)
+    assert WorldConfig.from_dict(TURNING.to_dict()) == TURNING
 
 
 @pytest.mark.parametrize("degrees", [-1.0, 361.0, float("nan")])

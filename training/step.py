@@ -32,13 +32,20 @@ def compile_blocks(model: WorldModel, backend: str = "inductor") -> None:
 
     @torch.compile(dynamic=False, backend=backend)
     def run(
-        block: Block, x: torch.Tensor, modulation: torch.Tensor, attend: Attend, table: Table
+        block: Block,
+        x: torch.Tensor,
+        modulation: torch.Tensor,
+        attend: Attend,
+        table: Table,
+        view: Table | None,
     ) -> torch.Tensor:
         # a number of the layer would make a graph for each; ForcedAttention does not look at it
-        return Block.forward(block, x, modulation, 0, attend, table)
+        return Block.forward(block, x, modulation, 0, attend, table, view)
 
     def of(block: Block) -> Callable[..., torch.Tensor]:
-        return lambda x, modulation, _layer, attend, table: run(block, x, modulation, attend, table)
+        return lambda x, modulation, _layer, attend, table, view: run(
+            block, x, modulation, attend, table, view
+        )
 
     for block in model.blocks:
         assert isinstance(block, Block)

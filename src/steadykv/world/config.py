@@ -20,7 +20,9 @@ class WorldConfig:
     which a chunk is evaluated (0 is pure noise, 1 is clean), one denoising pass each;
     `commit_time` is the time of the frames in the pass that commits them. `view_degrees` is the
     horizontal field of view of a world that is told where its patches look (pose.py), whose columns
-    have equal angles; 0 for one that is not.
+    have equal angles; 0 for one that is not. Of a head's dimension, `rope_dims` rotate with frame,
+    row and column, and `view_dims`, for such a world alone, with the direction that a patch looks
+    in and the place that it is seen from.
     """
 
     num_layers: int = 8
@@ -41,6 +43,7 @@ class WorldConfig:
     noise_levels: tuple[float, ...] = (0.0, 0.4, 0.75)
     commit_time: float = 0.9
     view_degrees: float = 0.0
+    view_dims: tuple[int, int] = (0, 0)
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -59,14 +62,26 @@ class WorldConfig:
                 f"channels: got {self.channels}, expected at most the {3 * self.patch**2} numbers "
                 "of a patch; choose fewer"
             )
+        if not 0 <= self.view_degrees <= 360:
+            raise ConfigError(
+                f"view_degrees: got {self.view_degrees}, expected 0 (not told) to 360; "
+                "give the angle that a frame shows"
+            )
+        shares = (*self.rope_dims, *self.view_dims)
         if (
             len(self.rope_dims) != 3
-            or sum(self.rope_dims) != self.head_dim
-            or any(size % 2 for size in self.rope_dims)
+            or len(self.view_dims) != 2
+            or sum(shares) != self.head_dim
+            or any(size % 2 or size < 0 for size in shares)
         ):
             raise ConfigError(
-                f"rope_dims: got {self.rope_dims}, expected three even sizes that add up to "
-                f"{self.head_dim}"
+                f"rope_dims, view_dims: got {self.rope_dims} and {self.view_dims}, expected three "
+                f"and two even sizes that add up to {self.head_dim}"
+            )
+        if any(self.view_dims) and (not self.view_degrees or self.view_dims[1] % 8):
+            raise ConfigError(
+                f"view_dims: got {self.view_dims} with view_degrees {self.view_degrees}, expected "
+                "a multiple of 8 for the place, and a world that is told where it looks"
             )
         if self.window_frames % self.chunk_frames or self.sink_frames % self.chunk_frames:
             raise ConfigError(
@@ -82,12 +97,6 @@ class WorldConfig:
             raise ConfigError(
                 f"noise_levels: got {self.noise_levels}, expected rising times that start at 0 and "
                 "stay below 1"
-            )
-
-        if not 0 <= self.view_degrees <= 360:
-            raise ConfigError(
-                f"view_degrees: got {self.view_degrees}, expected 0 (not told) to 360; "
-                "give the angle that a frame shows"
             )
 
     @property

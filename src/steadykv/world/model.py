@@ -17,13 +17,13 @@ from torch import nn
 
 from steadykv.errors import ShapeError
 from steadykv.world.config import WorldConfig
-from steadykv.world.pose import PoseFeatures
+from steadykv.world.pose import PoseFeatures, turned, view_table
 from steadykv.world.rope import apply_rope
 from steadykv.world.tokenizer import Tokenizer
 
 Table = tuple[torch.Tensor, torch.Tensor]
 # (layer, q, k, v, table) -> attention output [B,S,H,D]; each of q k v is [B,S,H,D], before the
-# rotary embedding.
+# rotary embedding of `table` and, in a world that is told where it looks, after that of `view`.
 Attend = Callable[[int, torch.Tensor, torch.Tensor, torch.Tensor, Table], torch.Tensor]
 
 
@@ -42,7 +42,13 @@ class Block(nn.Module):
         self.modulation_offset = nn.Parameter(torch.zeros(6, config.width))
 
     def forward(
-        self, x: torch.Tensor, modulation: torch.Tensor, layer: int, attend: Attend, table: Table
+        self,
+        x: torch.Tensor,
+        modulation: torch.Tensor,
+        layer: int,
+        attend: Attend,
+        table: Table,
+        view: Table | None = None,
     ) -> torch.Tensor:
         """x [B,F,P,W] (frames, tokens a frame, width), modulation [B,F,6,W]; returns x's shape."""
         batch, frames, tokens, width = x.shape
@@ -54,7 +60,10 @@ class Block(nn.Module):
             batch, frames * tokens, 3, self.config.num_heads, self.config.head_dim
         )
         q, k, v = qkv.unbind(2)
-        h = attend(layer, self.query_norm(q).to(v.dtype), self.key_norm(k).to(v.dtype), v, table)
+        q, k = self.query_norm(q).to(v.dtype), self.key_norm(k).to(v.dtype)
+        if view is not None:
+            q, k = turned(q, view), turned(k, view)
+        h = attend(layer, q, k, v, table)
         x = x + gate_attention * self.output(h.reshape(batch, frames, tokens, -1))
 
         h = F.layer_norm(x, (width,)) * (1 + scale_mlp) + shift_mlp
@@ -108,16 +117,19 @@ class WorldModel(nn.Module):
         """
         batch, count = latents.shape[:2]
         x = self.embed(latents.to(self.embed.weight.dtype)) + self.position
+        view = None
         if self.pose is not None:
             if poses is None:
                 raise ShapeError("poses: got none, expected [B,F,3]; make them with walk_poses")
             x = x + self.pose(poses)
+            if any(self.config.view_dims):
+                view = view_table(self.config, poses)
         condition = self.time_contract(F.silu(self.time_expand(time_features(times).to(x.dtype))))
         condition = condition + self.action(actions)
         x = x + condition.unsqueeze(2)
         modulation = self.modulation(F.silu(condition)).view(batch, count, 6, self.config.width)
         for layer, block in enumerate(self.blocks):
-            x = block(x, modulation, layer, attend, table)
+            x = block(x, modulation, layer, attend, table, view)
         shift, scale = self.final_modulation
         return self.head(F.layer_norm(x, (self.config.width,)) * (1 + scale) + shift).float()
 

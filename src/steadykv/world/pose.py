@@ -14,6 +14,7 @@ from torch import nn
 
 from steadykv.game import FORWARD, LEFT, PATCH_TURN_DEGREES, RIGHT, TICS_PER_FRAME
 from steadykv.world.config import WorldConfig
+from steadykv.world.rope import apply_rope
 
 THRUST, FRICTION = 25 * 2048 / 65536, 0xE800 / 65536
 """What a tic of walking adds to the speed (map units a tic), and what a tic leaves of it."""
@@ -90,20 +91,53 @@ class PoseFeatures(nn.Module):
 
     def forward(self, poses: torch.Tensor) -> torch.Tensor:
         """Poses [B,F,3] -> [B,F,P,W] in the dtype of the weights."""
-        config, poses = self.config, poses.float()
-        columns = torch.arange(config.columns, device=poses.device)
-        # counterclockwise: the leftmost column looks furthest to the left
-        offset = config.view_degrees * (0.5 - (columns + 0.5) / config.columns)
-        direction = torch.deg2rad(poses[..., 2:] + offset)  # [B,F,columns]
+        poses = poses.float()
         waves = torch.tensor(HARMONICS, device=poses.device, dtype=torch.float32)
-        seen = _sinusoids(direction[..., None] * waves)
-        axes = torch.deg2rad(torch.tensor(AXES, device=poses.device))
-        along = poses[..., :1] * axes.cos() + poses[..., 1:2] * axes.sin()
+        seen = _sinusoids(column_directions(self.config, poses)[..., None] * waves)
         rates = 2 * math.pi / torch.tensor(WAVELENGTHS, device=poses.device)
-        stood = _sinusoids((along[..., None] * rates).flatten(-2))
+        stood = _sinusoids((_along_axes(poses)[..., None] * rates).flatten(-2))
         stood = stood[:, :, None].expand(*seen.shape[:3], -1)
         out = self.embed(torch.cat((seen, stood), -1).to(self.embed.weight.dtype))
-        return out[:, :, None].expand(-1, -1, config.rows, -1, -1).flatten(2, 3)
+        return out[:, :, None].expand(-1, -1, self.config.rows, -1, -1).flatten(2, 3)
+
+
+def column_directions(config: WorldConfig, poses: torch.Tensor) -> torch.Tensor:
+    """Radians [B,F,columns] in which the columns of frames with `poses` [B,F,3] look."""
+    columns = torch.arange(config.columns, device=poses.device)
+    # counterclockwise: the leftmost column looks furthest to the left
+    offset = config.view_degrees * (0.5 - (columns + 0.5) / config.columns)
+    return torch.deg2rad(poses[..., 2:] + offset)
+
+
+def _along_axes(poses: torch.Tensor) -> torch.Tensor:
+    """How far the places of `poses` [B,F,3] lie along AXES: [B,F,4]."""
+    axes = torch.deg2rad(torch.tensor(AXES, device=poses.device))
+    return poses[..., :1] * axes.cos() + poses[..., 1:2] * axes.sin()
+
+
+def view_table(config: WorldConfig, poses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines FP32 [B,S,V/2] for the `view_dims` of the tokens of frames, V in all.
+
+    Like a rotary embedding whose positions are where a patch looks, in whole waves a turn, and
+    where it is seen from, in waves of 128 to 1,024 map units along AXES: a query finds the keys
+    that look its way from where it stands, in whatever frame they are.
+    """
+    poses = poses.float()
+    direction_pairs, place_pairs = (size // 2 for size in config.view_dims)
+    waves = torch.linspace(1, max(HARMONICS), direction_pairs, device=poses.device).round()
+    seen = column_directions(config, poses)[..., None] * waves
+    span = torch.linspace(0, 1, place_pairs // len(AXES), device=poses.device)
+    rates = 2 * math.pi / (min(WAVELENGTHS) * (max(WAVELENGTHS) / min(WAVELENGTHS)) ** span)
+    stood = (_along_axes(poses)[..., None] * rates).flatten(-2)
+    angles = torch.cat((seen, stood[:, :, None].expand(*seen.shape[:3], -1)), -1)
+    angles = angles[:, :, None].expand(-1, -1, config.rows, -1, -1).flatten(1, 3)
+    return angles.cos(), angles.sin()
+
+
+def turned(x: torch.Tensor, table: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    """x [B,S,H,D] with its last channels rotated by `view_table`'s [B,S,V/2]."""
+    rest = x.shape[-1] - 2 * table[0].shape[-1]
+    return torch.cat((x[..., :rest], apply_rope(x[..., rest:], table)), -1)
 
 
 def _sinusoids(angles: torch.Tensor) -> torch.Tensor:
