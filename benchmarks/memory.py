@@ -37,7 +37,7 @@ from steadykv.config import CacheConfig, CachePolicy
 from steadykv.errors import ConfigError
 from steadykv.evaluation.protocol import FLOOR, Protocol
 from steadykv.evaluation.results import write_csv
-from steadykv.evaluation.revisits import AWAY
+from steadykv.evaluation.revisits import UNSEEN
 from steadykv.world import WorldConfig, load_world
 
 REFERENCE = "bf16"
@@ -131,12 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     device = checked_device(given.device)
     world = load_world(given.world, device=device, dtype=network_dtype(device))
     chosen = settings(world.config, given)
-    against = (given.against[0], int(given.against[1]))
-    if against not in [(one.method, one.window) for one in chosen]:
-        raise ConfigError(
-            f"--against: got {against[0]} {against[1]}, expected a method and window that run: "
-            + ", ".join(f"{one.method} {one.window}" for one in chosen)
-        )
+    against = against_of(given, chosen)
     bench = Bench(world, chosen_moments(given), given)
     rows = [row for method in (SEEN, LAST) for row in bench.copied(method)]
     for setting in chosen:
@@ -152,20 +147,27 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    add_settings(parser)
+    add = parser.add_argument
+    add("--prime", type=int, default=120, help="true frames before the generated ones")
+    add("--frames", type=int, default=18, help="generated frames")
+    add("--moments", type=int, help="at most so many, from the walks in turns; default: all")
+    add("--short", type=int, default=24, help="true frames that must lack the view")
+    add("--absent", type=float, nargs=2, default=list(UNSEEN), metavar=("UNITS", "DEGREES"),
+        help="they lack it beyond either")  # fmt: skip
+    add("--apart", type=int, default=24, help="frames between the moments of a walk")
+    return with_reference(parser.parse_args(arguments))
+
+
+def add_settings(parser: argparse.ArgumentParser) -> None:
+    """The options about walks, caches and where they run, for `settings` and `against_of`."""
     add = parser.add_argument
     add("--walks", type=Path, required=True, help="folder of heldout-*.npz with poses")
     add("--world", default="rooms", help="a shipped world's name, or a file of weights")
     add("--methods", nargs="+", default=METHODS, help="floor, presets, keys:values")
     add("--windows", type=int, nargs="+", default=[24, 120], help="frames, open chunk included")
-    add("--equal-bytes", action="store_true", help="--windows are bf16's; see above")
+    add("--equal-bytes", action="store_true", help="--windows are bf16's; see benchmarks.memory")
     add("--when", choices=("end", "always"), default="end", help="bytes are equal at the end")
-    add("--prime", type=int, default=120, help="true frames before the generated ones")
-    add("--frames", type=int, default=6, help="generated frames")
-    add("--moments", type=int, help="at most so many, from the walks in turns; default: all")
-    add("--short", type=int, default=24, help="true frames that must lack the view")
-    add("--absent", type=float, nargs=2, default=list(AWAY), metavar=("UNITS", "DEGREES"),
-        help="they lack it beyond either")  # fmt: skip
-    add("--apart", type=int, default=24, help="frames between the moments of a walk")
     add("--seeds", type=int, nargs="+", default=[0])
     add("--span-chunks", type=int, default=2)
     add("--centroids", type=int, default=32)
@@ -173,14 +175,28 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--batch", type=int, default=32, help="rollouts at a time")
     add("--device", default="cpu", help="cpu, cuda or cuda:N")
     add("--threads", type=int, default=1)
-    add("--videos", type=Path, help="folder for raw frames: WALK@START-METHOD-WINDOW-SEED.npy")
+    add("--videos", type=Path, help="folder for raw frames: WALK[@START]-METHOD-WINDOW-SEED.npy")
     add("--csv", type=Path, help="where the rows go")
-    given = parser.parse_args(arguments)
+
+
+def with_reference(given: argparse.Namespace) -> argparse.Namespace:
+    """BF16 always runs, and with its shortest window is what others are compared with."""
     if given.against is None:
         given.against = [REFERENCE, str(min(given.windows))]
     if REFERENCE not in given.methods:
         given.methods = [REFERENCE, *given.methods]
     return given
+
+
+def against_of(given: argparse.Namespace, chosen: Sequence[Setting]) -> tuple[str, int]:
+    """Method and window of `--against`; ConfigError if it is not among those that run."""
+    against = (given.against[0], int(given.against[1]))
+    if against not in [(one.method, one.window) for one in chosen]:
+        raise ConfigError(
+            f"--against: got {against[0]} {against[1]}, expected a method and window that run: "
+            + ", ".join(f"{one.method} {one.window}" for one in chosen)
+        )
+    return against
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from steadykv.errors import ConfigError, PayloadError
-from steadykv.evaluation.revisits import AWAY, returning, same_view
+from steadykv.evaluation.revisits import UNSEEN, returning, same_view
 from steadykv.world import Episodes
 
 PARTS = ("actions", "lengths", "poses")
@@ -95,7 +95,7 @@ def moments_of(
     prime: int,
     generated: int,
     short: int = 24,
-    absent: tuple[float, float] = AWAY,
+    absent: tuple[float, float] = UNSEEN,
     apart: int = 24,
 ) -> list[Moment]:
     """The moments of a walk, those with most returning frames first, at least `apart` frames apart.

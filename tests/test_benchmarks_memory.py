@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -21,36 +20,12 @@ from steadykv.errors import ConfigError, PayloadError
 from steadykv.evaluation.aggregate import capped_psnr
 from steadykv.evaluation.metrics.lpips import lpips_by_frame
 from steadykv.evaluation.rollouts import run_batch
-from tests.worlds import TINY as TWO_LAYERS
+from tests.recorded_walks import POSES, TINY, write_walks
 from tests.worlds import tiny_episodes, tiny_world
-
-TINY = dataclasses.replace(TWO_LAYERS, num_layers=1)
-HERE, THERE = (0.0, 0.0, 90.0), (500.0, 0.0, 90.0)
-# A view for 6 frames, left for 64, and back: frames 70 to 75 return to it.
-POSES = np.array([HERE] * 6 + [THERE] * 64 + [HERE] * 6 + [THERE] * 14, np.float32)
 
 
 def track(poses: np.ndarray, name: str = "houses-000-00", path: Path = Path("none")) -> Track:
     return Track(name, path, 0, len(poses), np.zeros(len(poses), np.uint8), poses)
-
-
-def write_walks(folder: Path, files: int = 2) -> None:
-    """Two walks a file; smooth frames whose upper left pixel is the number of the frame."""
-    generator = torch.Generator().manual_seed(9)
-    count = 2 * len(POSES)
-    for number in range(files):
-        coarse = torch.rand((count, 3, 4, 4), generator=generator) * 200
-        size = (TINY.image_height, TINY.image_width)
-        smooth = torch.nn.functional.interpolate(coarse, size=size, mode="bilinear")
-        frames = smooth.movedim(1, -1).byte().numpy()
-        frames[:, 0, 0, 0] = np.arange(count)
-        np.savez(
-            folder / f"heldout-houses-{number:03d}.npz",
-            frames=frames,
-            actions=(np.arange(count) % 16).astype(np.uint8),
-            lengths=np.array([len(POSES)] * 2),
-            poses=np.concatenate([POSES, POSES]),
-        )
 
 
 # --- walks and moments ----------------------------------------------------------------------------
@@ -307,7 +282,7 @@ def test_equal_bytes_are_those_of_the_ledger(
         (["--prime", "65"], "--prime: got 65, expected a multiple of 3"),
         (["--windows", "75"], "up to the 72 frames"),
         (["--against", "qvg", "24"], "--against: got qvg 24"),
-        (["--absent", "1000", "90"], "got no moment"),
+        (["--absent", "1000", "180"], "got no moment"),
     ],
 )
 def test_what_cannot_run_is_refused(walks: Path, more: list[str], word: str) -> None:

@@ -17,7 +17,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 
 from data import File
-from house_walks import SCREEN, VIEW_DEGREES, Visitor, record_houses
+from house_walks import SCREEN, VIEW_DEGREES, Turner, Visitor, record_houses
 from houses import PLAYER_START, House, make_house, write_wad
 
 from steadykv.evaluation.revisits import returning
@@ -214,6 +214,26 @@ def test_a_turn_by_a_patch_moves_a_panorama_by_a_patch() -> None:
     plane = [screen(heading)[:, 106:214] for heading in (0.0, 90 * 8 / 96)]
     bent = np.abs(plane[0][:, 27:].astype(int) - plane[1][:, :-27]).mean()
     assert bent > 3  # the engine's own picture bends
+
+
+def test_a_turner_looks_left_and_back_right_on_and_on() -> None:
+    turner = Turner(np.random.default_rng(0), 3)
+    buttons = [turner.act(0.0, 0.0, 0.0) for _ in range(14)]
+    assert buttons == [LEFT] * 3 + [RIGHT] * 3 + [LEFT] * 3 + [RIGHT] * 3 + [LEFT] * 2
+
+
+def test_recorded_turns_come_back_bit_by_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("vizdoom")
+    pytest.importorskip("cv2")
+    monkeypatch.chdir(tmp_path)
+    file = File("heldout-houses-000", "houses", 0, 1, 40, 10, (96, 72), True, seed=2, turns=12)
+    (walk,) = record_houses(file)
+    assert walk.actions.tolist() == [0] + [LEFT] * 12 + [RIGHT] * 12 + [LEFT] * 12 + [RIGHT] * 3
+    assert np.array_equal(walk.frames[:16], walk.frames[24:])
+    assert not np.array_equal(walk.frames[0], walk.frames[12])
+    assert len(np.unique(walk.poses[:, :2], axis=0)) == 1
 
 
 def test_recording_processes_do_without_pytorch() -> None:

@@ -150,6 +150,7 @@ class File:
     size: tuple[int, int]  # width and height of a frame
     held_out: bool
     seed: int = 0  # the recipe's; it chooses houses
+    turns: int = 0  # frames of a turn to the left and back, again and again; 0: a visitor
 
 
 class Walk(NamedTuple):
@@ -199,7 +200,7 @@ def record_maps(file: File, attempt: int) -> list[Walk]:
     return walks
 
 
-def plan(recording: Recording, size: tuple[int, int], seed: int) -> list[File]:
+def plan(recording: Recording, size: tuple[int, int], seed: int, turns: int = 0) -> list[File]:
     """Every file of a data set, the held-out ones first; the maps take turns."""
     prelude, steps = recording.prelude, recording.steps
     each = max(1, FRAMES_A_FILE // steps)
@@ -208,7 +209,7 @@ def plan(recording: Recording, size: tuple[int, int], seed: int) -> list[File]:
         maps = enumerate(itertools.islice(itertools.cycle(recording.maps), count))
         held_out = kind == "heldout"
         return [
-            File(f"{kind}-{m}-{i:03d}", m, i, walks, length, prelude, size, held_out, seed)
+            File(f"{kind}-{m}-{i:03d}", m, i, walks, length, prelude, size, held_out, seed, turns)
             for i, m in maps
         ]
 
@@ -279,6 +280,12 @@ def main() -> None:
     parser.add_argument("--recipe", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--walks", type=int, help="another number of walks than the recipe's")
+    parser.add_argument(
+        "--turns",
+        type=int,
+        default=0,
+        help="walkers that turn left for so many frames, back right for as many, and so on",
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count())
     arguments = parser.parse_args()
     recipe = read_recipe(arguments.recipe)
@@ -287,7 +294,10 @@ def main() -> None:
         recording = dataclasses.replace(recording, walks=arguments.walks)
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    files = plan(recording, (recipe.world.image_width, recipe.world.image_height), recipe.seed)
+    size = (recipe.world.image_width, recipe.world.image_height)
+    if arguments.turns and set(recording.maps) != {HOUSES}:
+        raise SystemExit(f"data: --turns needs a recipe of {HOUSES} alone, got {recording.maps}")
+    files = plan(recording, size, recipe.seed, arguments.turns)
     recorded = record_all(files, out, arguments.workers)
     (out / "DONE").write_text(f"{recorded} of {len(files)} files\n")
     if recorded < len(files):

@@ -178,6 +178,18 @@ class Visitor:
         self.pushes = 0
 
 
+class Turner:
+    """The policy of a walker that stays where it is and looks left and back right, on and on."""
+
+    def __init__(self, rng: np.random.Generator, frames: int):
+        self.rng, self.frames, self.taken = rng, frames, 0
+
+    def act(self, _x: float, _y: float, _angle: float) -> int:
+        """Buttons for the next frame."""
+        self.taken += 1
+        return LEFT if (self.taken - 1) // self.frames % 2 == 0 else RIGHT
+
+
 def seed_of(file: File, number: int) -> list[int]:
     """Of the `number`-th walk of a file; held-out walks share none with training."""
     return [file.seed, int(file.held_out), file.index, number]
@@ -205,16 +217,17 @@ def record_houses(file: File) -> list[Walk]:
             game.set_doom_map(f"map{number + 1:02d}")
             game.set_seed(number)
             game.new_episode()
-            walks.append(_record(game, Visitor(house, rng), file, look))
+            walker = Turner(rng, file.turns) if file.turns else Visitor(house, rng)
+            walks.append(_record(game, walker, file, look))
         game.close()
     return walks
 
 
-def _record(game: vizdoom.DoomGame, visitor: Visitor, file: File, look: Panorama) -> Walk:
+def _record(game: vizdoom.DoomGame, walker: Visitor | Turner, file: File, look: Panorama) -> Walk:
     """One walk from the start of the episode that has just begun."""
     for _ in range(SETTLING):
         game.make_action([0, 0], TICS_PER_FRAME)
-    unseen, buttons = int(visitor.rng.integers(file.prelude + 1)), 0
+    unseen, buttons = 0 if file.turns else int(walker.rng.integers(file.prelude + 1)), 0
     frames, actions, poses = [], [], []
     for i in range(unseen + file.steps):
         state = game.get_state()
@@ -223,7 +236,7 @@ def _record(game: vizdoom.DoomGame, visitor: Visitor, file: File, look: Panorama
             frames.append(look(state.screen_buffer))
             actions.append(buttons)
             poses.append(pose)
-        buttons = visitor.act(*(float(p) for p in pose))
+        buttons = walker.act(*(float(p) for p in pose))
         turn = bool(buttons & RIGHT) - bool(buttons & LEFT)  # the engine's is clockwise
         game.make_action(
             [float(bool(buttons & FORWARD)), turn * PATCH_TURN_DEGREES], TICS_PER_FRAME

@@ -6,6 +6,7 @@ turn, from the buttons: the embedded world's are those of ViZDoom at two tics a 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +24,9 @@ SLOW_TICS = 5
 NEAR, AWAY = (48.0, 15.0), (64.0, 30.0)
 """Map units and degrees: up to NEAR two poses of a walk through a simulator show the same view,
 beyond AWAY the walker has left it."""
+UNSEEN = (math.inf, 75.0)
+"""A picture of 90 degrees shows next to nothing of what one turned away by more than that shows,
+wherever it stands. Within these limits a frame may show some of a view; it need not."""
 RETURN_FRAMES = (60, 110)
 """How long ago a view was last seen that a walk returns to, at least and at most."""
 
