@@ -55,13 +55,14 @@ def _statistics(video: Frames, name: str) -> dict[str, torch.Tensor]:
             "3 x 3"
         )
     rows: list[torch.Tensor] = []
-    luma_weights = torch.tensor(LUMA, device=frames.device)
     for index in range(frames.shape[1]):
         levels = frames[:, index].float()  # [B, H, W, 3]
         pixels = levels.flatten(1, 2).double()
         most, least = levels.amax(-1), levels.amin(-1)
         saturation = ((most - least) / most.clamp_min(1.0)).flatten(1).double().mean(1)
-        luma = levels @ luma_weights
+        # not a product of matrices, whose last bits depend on how many videos there are
+        luma = sum(levels[..., place] * weight for place, weight in enumerate(LUMA))
+        assert isinstance(luma, torch.Tensor)
         across, down = luma.diff(dim=2), luma.diff(dim=1)
         energy = [step.double().square().flatten(1).mean(1) for step in (across, down)]
         inner = luma[:, 1:-1, 1:-1]
