@@ -22,13 +22,14 @@ possible: its rotary positions then go beyond what the model was trained with.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from benchmarks.memory_bench import LAST, SEEN, Bench, Setting
-from benchmarks.memory_table import summary
+from benchmarks.memory_bench import LAST, SEEN, Bench, Rollouts, Setting
+from benchmarks.memory_table import Row, summary
 from benchmarks.memory_walks import Moment, in_turns, moments_of, read_tracks
 from benchmarks.memory_windows import largest_window, planned_bytes
 from steadykv.cli.common import checked_device
@@ -38,7 +39,7 @@ from steadykv.errors import ConfigError
 from steadykv.evaluation.protocol import FLOOR, Protocol
 from steadykv.evaluation.results import write_csv
 from steadykv.evaluation.revisits import UNSEEN
-from steadykv.world import WorldConfig, load_world
+from steadykv.world import WorldConfig, WorldModel, load_world
 
 REFERENCE = "bf16"
 METHODS = [REFERENCE, "qvg", "quantwm", "steady"]
@@ -125,21 +126,34 @@ def chosen_moments(given: argparse.Namespace) -> list[Moment]:
     return moments
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    given = options(arguments)
+def run(
+    given: argparse.Namespace,
+    prepare: Callable[[WorldModel], tuple[Rollouts, list[dict[str, Any]]]],
+    report: Callable[[Sequence[Row], tuple[str, int]], str],
+) -> None:
+    """Every setting's rows, after those that `prepare` has without one; prints the report."""
     torch.set_num_threads(given.threads)
     device = checked_device(given.device)
     world = load_world(given.world, device=device, dtype=network_dtype(device))
     chosen = settings(world.config, given)
     against = against_of(given, chosen)
-    bench = Bench(world, chosen_moments(given), given)
-    rows = [row for method in (SEEN, LAST) for row in bench.copied(method)]
+    rollouts, rows = prepare(world)
     for setting in chosen:
-        rows += bench.rows(setting)
+        rows += rollouts.rows(setting)
         if given.csv is not None:  # after every setting, so that an interruption loses one
             given.csv.parent.mkdir(parents=True, exist_ok=True)
             write_csv(given.csv, rows)
-    print(summary(rows, against))
+    print(report(rows, against))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    given = options(arguments)
+
+    def prepare(world: WorldModel) -> tuple[Rollouts, list[dict[str, Any]]]:
+        bench = Bench(world, chosen_moments(given), given)
+        return bench, [row for method in (SEEN, LAST) for row in bench.copied(method)]
+
+    run(given, prepare, summary)
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:

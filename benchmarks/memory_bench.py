@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -64,8 +65,8 @@ def copies(moments: Sequence[Moment], true: torch.Tensor, method: str) -> torch.
     return made
 
 
-class Bench:
-    """All rollouts of the moments, a batch at a time, with any setting."""
+class Rollouts(ABC):
+    """The rollouts of moments with any setting, a batch at a time."""
 
     def __init__(
         self, world: WorldModel, moments: Sequence[Moment], given: argparse.Namespace
@@ -82,13 +83,25 @@ class Bench:
             "commit": facts["commit"],
         }  # fmt: skip
 
+    @abstractmethod
     def rows(self, setting: Setting) -> list[dict[str, Any]]:
-        """One a moment and seed. Bytes are those of one rollout of a batch."""
-        given, rows = self.given, []
+        """What is measured of all rollouts."""
+
+    def name_of(self, moment: Moment) -> str:
+        """What the file of a kept video is named by."""
+        return moment.name
+
+    def batches(
+        self, setting: Setting
+    ) -> Iterator[tuple[list[tuple[int, int]], torch.Tensor, torch.Tensor, dict[str, Any]]]:
+        """Row and seed of each rollout, true and generated frames, and what one of them cost.
+
+        Frames are uint8 [B, G, H, W, 3]. Prints what the ledger holds beside what was planned.
+        """
+        given = self.given
         for at in range(0, len(self.plan), given.batch):
             part = self.plan[at : at + given.batch]
             numbers = [row for row, _ in part]
-            chosen = [self.moments[row] for row in numbers]
             if at == 0 and self.device.type == "cuda":
                 self._warm_up(setting)
             video, cost = self._roll_out(setting, numbers, [seed for _, seed in part])
@@ -102,9 +115,6 @@ class Bench:
                 f"{cost.resident_bytes:,} bytes, planned {planned.end:,}: {agrees}",
                 flush=True,
             )
-            found = measured(
-                chosen, self.true[numbers, given.prime :], video[:, given.prime :], self.device
-            )
             own = {
                 "resident_bytes": round(cost.resident_bytes / len(part)),
                 "planned_bytes": round(planned.end / len(part)),
@@ -112,11 +122,46 @@ class Bench:
                 "bits_per_element": cost.bits_per_element,
                 "seconds": cost.seconds / len(part),
             }
-            for (row, seed), quality in zip(part, found, strict=True):
-                key = (setting.method, setting.window, setting.budget)
-                rows.append(self._row(key, self.moments[row], seed) | quality | own)
             self._keep(setting, part, video)
-        return [row | self.shared for row in rows]
+            yield part, self.true[numbers, given.prime :], video[:, given.prime :], own
+
+    def _roll_out(
+        self, setting: Setting, numbers: Sequence[int], seeds: Sequence[int]
+    ) -> tuple[torch.Tensor, BatchCost]:
+        return run_batch(
+            self.world, self.episodes.select(numbers), seeds, setting.config,
+            frames=self.given.frames,
+            first_packed_frame=0,
+            method=setting.method,
+            attention=attention_of(setting),
+        )  # fmt: skip
+
+    def _warm_up(self, setting: Setting) -> None:
+        """Kernels are compiled before seconds are counted."""
+        chunk, attention = self.world.config.chunk_frames, attention_of(setting)
+        warm_up(self.world, self.episodes, setting.config, frames=chunk, attention=attention)
+
+    def _keep(self, setting: Setting, part: Sequence[tuple[int, int]], video: torch.Tensor) -> None:
+        if self.given.videos is None:
+            return
+        self.given.videos.mkdir(parents=True, exist_ok=True)
+        method = setting.method.replace(":", "+")
+        for (row, seed), frames in zip(part, video, strict=True):
+            name = f"{self.name_of(self.moments[row])}-{method}-{setting.window}-{seed}.npy"
+            np.save(self.given.videos / name, frames.numpy())
+
+
+class Bench(Rollouts):
+    """Rollouts that return to a view."""
+
+    def rows(self, setting: Setting) -> list[dict[str, Any]]:
+        """One a moment and seed. Bytes are those of one rollout of a batch."""
+        key, rows = (setting.method, setting.window, setting.budget), []
+        for part, true, made, own in self.batches(setting):
+            found = measured([self.moments[row] for row, _ in part], true, made, self.device)
+            for (row, seed), quality in zip(part, found, strict=True):
+                rows.append(self._row(key, self.moments[row], seed) | quality | own | self.shared)
+        return rows
 
     def copied(self, method: str) -> list[dict[str, Any]]:
         """Rows of true frames in place of generated ones: no cache, so no bytes and no seconds."""
@@ -143,28 +188,3 @@ class Bench:
             "frames": " ".join(map(str, one.frames)), "gap": float(np.mean(gaps)),
             "seen_in_window": float(np.mean(inside)),
         }  # fmt: skip
-
-    def _roll_out(
-        self, setting: Setting, numbers: Sequence[int], seeds: Sequence[int]
-    ) -> tuple[torch.Tensor, BatchCost]:
-        return run_batch(
-            self.world, self.episodes.select(numbers), seeds, setting.config,
-            frames=self.given.frames,
-            first_packed_frame=0,
-            method=setting.method,
-            attention=attention_of(setting),
-        )  # fmt: skip
-
-    def _warm_up(self, setting: Setting) -> None:
-        """Kernels are compiled before seconds are counted."""
-        chunk, attention = self.world.config.chunk_frames, attention_of(setting)
-        warm_up(self.world, self.episodes, setting.config, frames=chunk, attention=attention)
-
-    def _keep(self, setting: Setting, part: Sequence[tuple[int, int]], video: torch.Tensor) -> None:
-        if self.given.videos is None:
-            return
-        self.given.videos.mkdir(parents=True, exist_ok=True)
-        method = setting.method.replace(":", "+")
-        for (row, seed), frames in zip(part, video, strict=True):
-            name = f"{self.moments[row].name}-{method}-{setting.window}-{seed}.npy"
-            np.save(self.given.videos / name, frames.numpy())

@@ -23,25 +23,18 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
-from benchmarks.memory import add_settings, against_of, settings, with_reference
-from benchmarks.memory_bench import Setting, attention_of
+from benchmarks import memory_table
+from benchmarks.memory import add_settings, run, with_reference
+from benchmarks.memory_bench import Rollouts, Setting
 from benchmarks.memory_table import cell
-from benchmarks.memory_walks import Moment, load_moments, read_tracks
-from benchmarks.memory_windows import planned_bytes
-from steadykv.cli.common import checked_device
-from steadykv.cli.session import network_dtype
+from benchmarks.memory_walks import Moment, read_tracks
 from steadykv.errors import ConfigError
 from steadykv.evaluation.metrics.drift import drift
 from steadykv.evaluation.metrics.horizon import windowed_psnr
 from steadykv.evaluation.metrics.lpips import lpips_by_frame
-from steadykv.evaluation.protocol import FEW_EPISODES
-from steadykv.evaluation.provenance import environment
-from steadykv.evaluation.results import write_csv
-from steadykv.evaluation.rollouts import run_batch, warm_up
-from steadykv.world import WorldModel, load_world
+from steadykv.world import WorldModel
 
 Row = dict[str, Any]
 TITLES = {"psnr": ("PSNR, dB", 2), "lpips": ("LPIPS", 3), "gradient_energy": ("sharpness", 2)}
@@ -59,107 +52,65 @@ def beginnings(folder: Path, prime: int, frames: int, count: int | None) -> list
     return [Moment(one, prime, prime, (), ()) for one in tracks]
 
 
-def measured(made: torch.Tensor, true: torch.Tensor, given: argparse.Namespace) -> Iterator[Row]:
-    """(part, measure, value) of one video; both uint8 [T, H, W, 3], a part named by its frame."""
+def measured(
+    made: torch.Tensor, true: torch.Tensor, given: argparse.Namespace
+) -> Iterator[tuple[str, Sequence[int], torch.Tensor]]:
+    """(measure, parts, values [B, N]) of videos uint8 [B, T, H, W, 3] on the device that works.
+
+    A part is named by its first frame.
+    """
     found = windowed_psnr(true, made, 0, given.part)
-    yield from _rows("psnr", found.starts, found.psnr)
-    batch = 8 if given.device == "cpu" else 128
-    distance = lpips_by_frame(
-        true[:: given.stride].to(given.device), made[:: given.stride].to(given.device), batch=batch
-    ).cpu()
+    yield "psnr", found.starts, found.psnr
+    batch = 8 if made.device.type == "cpu" else 128
+    distance = lpips_by_frame(true[:, :: given.stride], made[:, :: given.stride], batch=batch)
     share = given.part // given.stride
-    means = [distance[at : at + share].mean() for at in range(0, len(found.starts) * share, share)]
-    yield from _rows("lpips", found.starts, torch.stack(means))
-    of_true = drift(true, start=0, window=given.part)
+    kept = distance[:, : len(found.starts) * share]
+    yield "lpips", found.starts, kept.unflatten(1, (-1, share)).mean(-1)
     for name, one in drift(made, true, start=0, window=given.part).items():
         assert one.excess is not None
-        yield from _rows(f"{name}.excess", one.starts, one.excess)
+        yield f"{name}.excess", one.starts, one.excess
         if name == "gradient_energy":  # relative to the true frames of the same part
-            yield from _rows(name, one.starts, one.values / of_true[name].values)
+            real = drift(true, start=0, window=given.part)[name]
+            yield name, one.starts, one.values / real.values
 
 
-def _rows(measure: str, parts: Sequence[int], values: torch.Tensor) -> Iterator[Row]:
-    for part, value in zip(parts, values.tolist(), strict=True):
-        yield {"part": part, "measure": measure, "value": value}
+class Long(Rollouts):
+    """Rollouts from the beginning of walks, in parts."""
 
-
-class Long:
-    """Rollouts of all walks and seeds, a batch at a time, with any setting."""
-
-    def __init__(
-        self, world: WorldModel, moments: Sequence[Moment], given: argparse.Namespace
-    ) -> None:
-        self.world, self.moments, self.given = world, moments, given
-        self.episodes, self.true = load_moments(moments, given.frames)
-        self.plan = [(row, seed) for seed in given.seeds for row in range(len(moments))]
-        facts = environment(next(world.parameters()).device)
-        self.shared = {
-            "prime": given.prime, "generated": given.frames, "span_chunks": given.span_chunks,
-            "world": given.world, "torch": facts["torch"], "device": facts["device"],
-            "commit": facts["commit"],
-        }  # fmt: skip
+    def name_of(self, moment: Moment) -> str:
+        return moment.track.name
 
     def rows(self, setting: Setting) -> list[Row]:
         """A row a walk, seed, part and measure; bytes are those of one rollout of a batch."""
         given, rows = self.given, list[Row]()
-        for at in range(0, len(self.plan), given.batch):
-            part = self.plan[at : at + given.batch]
-            numbers, seeds = [row for row, _ in part], [seed for _, seed in part]
-            attention = attention_of(setting)
-            if at == 0 and given.device != "cpu":  # kernels are compiled before seconds are counted
-                chunk = self.world.config.chunk_frames
-                warm_up(self.world, self.episodes, setting.config, frames=chunk,
-                        attention=attention)  # fmt: skip
-            video, cost = run_batch(
-                self.world, self.episodes.select(numbers), seeds, setting.config,
-                frames=given.frames, first_packed_frame=0, method=setting.method,
-                attention=attention,
-            )  # fmt: skip
-            total = given.prime + given.frames
-            planned = planned_bytes(setting.config, self.world.config, total, len(part)).end
-            agrees = "as planned" if planned == cost.resident_bytes else "NOT AS PLANNED"
-            print(
-                f"{setting.method} with {setting.window} frames: rollouts {at + len(part)} of "
-                f"{len(self.plan)}, {cost.seconds:.0f} s; {cost.resident_bytes:,} bytes, {agrees}",
-                flush=True,
-            )
-            own = {
+        chunks = (given.prime + given.frames) / self.world.config.chunk_frames
+        for part, true, made, cost in self.batches(setting):
+            own = cost | {
                 "method": setting.method, "window": setting.window,
                 "budget_window": "" if setting.budget is None else setting.budget,
-                "resident_bytes": round(cost.resident_bytes / len(part)),
-                "bits_per_element": cost.bits_per_element,
-                "batch": len(part), "seconds_a_chunk": cost.seconds
-                / ((given.prime + given.frames) / self.world.config.chunk_frames),
+                "batch": len(part), "seconds_a_chunk": cost["seconds"] * len(part) / chunks,
             }  # fmt: skip
-            for (row, seed), made in zip(part, video, strict=True):
-                name = self.moments[row].track.name
-                self._keep(setting, name, seed, made)
-                key = {"walk": name, "seed": seed} | own
-                found = measured(made[given.prime :], self.true[row, given.prime :], given)
-                rows += [key | one | self.shared for one in found]
+            keys = [{"walk": self.moments[row].track.name, "seed": seed} for row, seed in part]
+            found = measured(made.to(self.device), true.to(self.device), given)
+            for measure, starts, values in found:
+                for key, by_part in zip(keys, values.tolist(), strict=True):
+                    rows += [
+                        key | own | {"part": start, "measure": measure, "value": value}
+                        | self.shared
+                        for start, value in zip(starts, by_part, strict=True)
+                    ]  # fmt: skip
         return rows
-
-    def _keep(self, setting: Setting, walk: str, seed: int, video: torch.Tensor) -> None:
-        if self.given.videos is not None:
-            self.given.videos.mkdir(parents=True, exist_ok=True)
-            method = setting.method.replace(":", "+")
-            np.save(self.given.videos / f"{walk}-{method}-{setting.window}-{seed}.npy", video)
 
 
 def by_walk(
-    rows: Sequence[Row], measure: str, part: int
+    rows: Sequence[memory_table.Row], measure: str, part: int
 ) -> dict[tuple[str, int], dict[str, float]]:
     """Method and window -> walk -> mean over seeds."""
-    found: dict[tuple[str, int], dict[str, list[float]]] = {}
-    for row in rows:
-        if row["measure"] == measure and int(row["part"]) == part:
-            setting = str(row["method"]), int(row["window"])
-            walks = found.setdefault(setting, {})
-            walks.setdefault(str(row["walk"]), []).append(float(row["value"]))
-    return {s: {w: float(np.mean(v)) for w, v in walks.items()} for s, walks in found.items()}
+    chosen = [r for r in rows if r["measure"] == measure and int(r["part"]) == part]
+    return memory_table.by_walk([{**row, "start": 0} for row in chosen], "value")
 
 
-def table(rows: Sequence[Row], against: tuple[str, int]) -> str:
+def table(rows: Sequence[memory_table.Row], against: tuple[str, int]) -> str:
     """Markdown: a line a setting and shown part, means and paired differences over walks."""
     parts = sorted({int(row["part"]) for row in rows})
     shown = sorted({parts[0], parts[len(parts) // 2], parts[-1]})
@@ -183,28 +134,19 @@ def table(rows: Sequence[Row], against: tuple[str, int]) -> str:
             walks = len(means["psnr"][setting])
             head = [setting[0], str(setting[1]), f"{size / 2**20:.2f}", str(part)]
             lines.append([*head, *cells, *apart])
-    text = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    text += f"\n{walks} walks; differences are from {against[0]} with {against[1]} frames"
-    if walks < FEW_EPISODES:
-        text += f"\n{walks} walks are few: intervals are a hint, or there are none"
-    return text
+    said = [f"| {' | '.join(line)} |" for line in lines]
+    said.append(f"{walks} walks; differences are from {against[0]} with {against[1]} frames")
+    return "\n".join(said + memory_table.caveats(walks))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     given = options(arguments)
-    torch.set_num_threads(given.threads)
-    device = checked_device(given.device)
-    world = load_world(given.world, device=device, dtype=network_dtype(device))
-    chosen = settings(world.config, given)
-    against = against_of(given, chosen)
-    long = Long(world, beginnings(given.walks, given.prime, given.frames, given.count), given)
-    rows: list[Row] = []
-    for setting in chosen:
-        rows += long.rows(setting)
-        if given.csv is not None:  # after every setting, so that an interruption loses one
-            given.csv.parent.mkdir(parents=True, exist_ok=True)
-            write_csv(given.csv, rows)
-    print(table(rows, against))
+
+    def prepare(world: WorldModel) -> tuple[Rollouts, list[Row]]:
+        moments = beginnings(given.walks, given.prime, given.frames, given.count)
+        return Long(world, moments, given), []
+
+    run(given, prepare, table)
 
 
 def options(arguments: Sequence[str] | None) -> argparse.Namespace:

@@ -89,6 +89,13 @@ def table(rows: Sequence[Row], against: Setting) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def caveats(walks: int) -> list[str]:
+    """What to say of intervals over so many walks."""
+    if walks >= FEW_EPISODES:
+        return []
+    return [f"{walks} walks are few: intervals are a hint, or there are none"]
+
+
 def summary(rows: Sequence[Row], against: Setting) -> str:
     """The table, and how much it stands on."""
     own = [row for row in rows if setting_of(row) == against]
@@ -99,9 +106,7 @@ def summary(rows: Sequence[Row], against: Setting) -> str:
         f"{len({row['seed'] for row in own})} seeds; differences are from {against[0]} with "
         f"{against[1]} frames",
     ]
-    if walks < FEW_EPISODES:
-        lines.append(f"{walks} walks are few: intervals are a hint, or there are none")
-    return "\n".join(lines)
+    return "\n".join(lines + caveats(walks))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

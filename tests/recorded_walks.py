@@ -6,9 +6,12 @@ import dataclasses
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
+from benchmarks import memory
 from tests.worlds import TINY as TWO_LAYERS
+from tests.worlds import tiny_world
 
 TINY = dataclasses.replace(TWO_LAYERS, num_layers=1)
 HERE, THERE = (0.0, 0.0, 90.0), (500.0, 0.0, 270.0)
@@ -33,3 +36,10 @@ def write_walks(folder: Path, files: int = 2) -> None:
             lengths=np.array([len(POSES)] * 2),
             poses=np.concatenate([POSES, POSES]),
         )
+
+
+def walks_of_a_tiny_world(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of them, for benchmarks that then run the tiny world whatever `--world` says."""
+    monkeypatch.setattr(memory, "load_world", lambda *_, **__: tiny_world(TINY))
+    write_walks(folder)
+    return folder

@@ -20,7 +20,7 @@ from steadykv.errors import ConfigError, PayloadError
 from steadykv.evaluation.aggregate import capped_psnr
 from steadykv.evaluation.metrics.lpips import lpips_by_frame
 from steadykv.evaluation.rollouts import run_batch
-from tests.recorded_walks import POSES, TINY, write_walks
+from tests.recorded_walks import POSES, TINY, walks_of_a_tiny_world, write_walks
 from tests.worlds import tiny_episodes, tiny_world
 
 
@@ -184,9 +184,7 @@ def test_bytes_over_time_count_the_true_frames() -> None:
 
 @pytest.fixture
 def walks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(memory, "load_world", lambda *_, **__: tiny_world(TINY))
-    write_walks(tmp_path)
-    return tmp_path
+    return walks_of_a_tiny_world(tmp_path, monkeypatch)
 
 
 def run(walks: Path, *more: str) -> list[dict[str, str]]:

@@ -15,15 +15,12 @@ from steadykv.errors import ConfigError
 from steadykv.evaluation.aggregate import capped_psnr
 from steadykv.evaluation.metrics.drift import frame_statistics
 from steadykv.evaluation.metrics.lpips import lpips_by_frame
-from tests.recorded_walks import TINY, write_walks
-from tests.worlds import tiny_world
+from tests.recorded_walks import walks_of_a_tiny_world
 
 
 @pytest.fixture
 def walks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr(memory_long, "load_world", lambda *_, **__: tiny_world(TINY))
-    write_walks(tmp_path)
-    return tmp_path
+    return walks_of_a_tiny_world(tmp_path, monkeypatch)
 
 
 def run(walks: Path, *more: str) -> list[dict[str, str]]:

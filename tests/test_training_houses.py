@@ -217,7 +217,7 @@ def test_a_turn_by_a_patch_moves_a_panorama_by_a_patch() -> None:
 
 
 def test_a_turner_looks_left_and_back_right_on_and_on() -> None:
-    turner = Turner(np.random.default_rng(0), 3)
+    turner = Turner(3)
     buttons = [turner.act(0.0, 0.0, 0.0) for _ in range(14)]
     assert buttons == [LEFT] * 3 + [RIGHT] * 3 + [LEFT] * 3 + [RIGHT] * 3 + [LEFT] * 2
 

@@ -181,8 +181,8 @@ class Visitor:
 class Turner:
     """The policy of a walker that stays where it is and looks left and back right, on and on."""
 
-    def __init__(self, rng: np.random.Generator, frames: int):
-        self.rng, self.frames, self.taken = rng, frames, 0
+    def __init__(self, frames: int):
+        self.frames, self.taken = frames, 0
 
     def act(self, _x: float, _y: float, _angle: float) -> int:
         """Buttons for the next frame."""
@@ -217,19 +217,24 @@ def record_houses(file: File) -> list[Walk]:
             game.set_doom_map(f"map{number + 1:02d}")
             game.set_seed(number)
             game.new_episode()
-            walker = Turner(rng, file.turns) if file.turns else Visitor(house, rng)
-            walks.append(_record(game, walker, file, look))
+            if file.turns:
+                walks.append(_record(game, Turner(file.turns), 0, file.steps, look))
+            else:
+                visitor = Visitor(house, rng)
+                unseen = int(rng.integers(file.prelude + 1))
+                walks.append(_record(game, visitor, unseen, file.steps, look))
         game.close()
     return walks
 
 
-def _record(game: vizdoom.DoomGame, walker: Visitor | Turner, file: File, look: Panorama) -> Walk:
-    """One walk from the start of the episode that has just begun."""
+def _record(
+    game: vizdoom.DoomGame, walker: Visitor | Turner, unseen: int, steps: int, look: Panorama
+) -> Walk:
+    """One walk of `steps` frames after `unseen` ones, in the episode that has just begun."""
     for _ in range(SETTLING):
         game.make_action([0, 0], TICS_PER_FRAME)
-    unseen, buttons = 0 if file.turns else int(walker.rng.integers(file.prelude + 1)), 0
-    frames, actions, poses = [], [], []
-    for i in range(unseen + file.steps):
+    buttons, frames, actions, poses = 0, [], [], []
+    for i in range(unseen + steps):
         state = game.get_state()
         pose = state.game_variables
         if i >= unseen:
