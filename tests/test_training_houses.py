@@ -16,9 +16,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 
-from data import File
-from house_walks import SCREEN, VIEW_DEGREES, Turner, Visitor, record_houses
+from data import TURN_FRAMES, File, plan
+from house_walks import SCREEN, VIEW_DEGREES, Turner, Visitor, record_houses, turn_of
 from houses import PLAYER_START, House, make_house, write_wad
+from recipe import Recording
 
 from steadykv.evaluation.revisits import returning
 from steadykv.game import FORWARD, LEFT, RIGHT
@@ -234,6 +235,21 @@ def test_recorded_turns_come_back_bit_by_bit(
     assert np.array_equal(walk.frames[:16], walk.frames[24:])
     assert not np.array_equal(walk.frames[0], walk.frames[12])
     assert len(np.unique(walk.poses[:, :2], axis=0)) == 1
+
+
+def test_a_share_of_the_training_files_turns_on_the_spot() -> None:
+    recording = Recording(("houses",), walks=64, steps=1300, turners=0.25)
+    files = plan(recording, (96, 72), 2)
+    held_out = [file for file in files if file.held_out]
+    training = [file for file in files if not file.held_out]
+    assert {file.turns for file in held_out} == {0}
+    assert [file.turns for file in training] == [0, 0, 0, TURN_FRAMES] * 8
+    assert {file.turns for file in plan(recording, (96, 72), 2, turns=12)} == {12}
+    rng = np.random.default_rng(0)
+    drawn = {turn_of(training[3], rng) for _ in range(400)}
+    assert min(drawn) == TURN_FRAMES // 2
+    assert max(drawn) == 2 * TURN_FRAMES
+    assert turn_of(plan(recording, (96, 72), 2, turns=12)[0], rng) == 12
 
 
 def test_recording_processes_do_without_pytorch() -> None:

@@ -104,7 +104,7 @@ def test_training_forward_equals_cached_passes(
         span = slice(3 * chunk, 3 * chunk + 3)
         attend.start = 3 * chunk * config.frame_tokens
         rope = rope_table(config, 3 * chunk, 3, "cpu")
-        given = actions[:, span], attend, rope, poses[:, span]
+        given = actions[:, span], attend, rope, world.sight(poses[:, span])
         got = world(noisy[:, span], times[:, span], *given)
         world(history[:, span], history_times[:, span], *given)
         cache.commit()

@@ -124,7 +124,7 @@ def test_the_video_of_a_seeing_world_depends_on_where_it_looks() -> None:
 def test_a_seeing_world_asks_for_poses() -> None:
     world = WorldModel(SEEING)
     shape = (1, 3, SEEING.frame_tokens, SEEING.channels)
-    with pytest.raises(ShapeError, match=r"poses: got none, expected \[B,F,3\]"):
+    with pytest.raises(ShapeError, match="sight: got none, expected that of the frames' poses"):
         world(torch.zeros(shape), torch.zeros(1, 3), torch.zeros(1, 3, dtype=torch.long),
               lambda *_: torch.zeros(1), (torch.zeros(1), torch.zeros(1)))  # fmt: skip
 

@@ -51,6 +51,7 @@ MAPS = {
 HOUSES = "houses"  # the name of random houses (houses.py) among a recipe's maps
 HELD_OUT_FILES, HELD_OUT_WALKS_A_FILE = 6, 11
 FRAMES_A_FILE = 2600
+TURN_FRAMES = 48  # of 7.5 degrees: once around
 
 
 def new_game(base: str, wad: Path | None, level: str, seed: int) -> vizdoom.DoomGame:
@@ -150,7 +151,7 @@ class File:
     size: tuple[int, int]  # width and height of a frame
     held_out: bool
     seed: int = 0  # the recipe's; it chooses houses
-    turns: int = 0  # frames of a turn to the left and back, again and again; 0: a visitor
+    turns: int = 0  # frames of a turn, see Turner; 0: a visitor
 
 
 class Walk(NamedTuple):
@@ -205,13 +206,20 @@ def plan(recording: Recording, size: tuple[int, int], seed: int, turns: int = 0)
     prelude, steps = recording.prelude, recording.steps
     each = max(1, FRAMES_A_FILE // steps)
 
+    def turned(index: int, held_out: bool) -> int:
+        share = 0.0 if held_out else recording.turners
+        return turns or TURN_FRAMES * (int((index + 1) * share) > int(index * share))
+
     def files(kind: str, count: int, walks: int, length: int) -> list[File]:
         maps = enumerate(itertools.islice(itertools.cycle(recording.maps), count))
         held_out = kind == "heldout"
         return [
-            File(f"{kind}-{m}-{i:03d}", m, i, walks, length, prelude, size, held_out, seed, turns)
+            File(
+                f"{kind}-{m}-{i:03d}", m, i, walks, length, prelude, size, held_out, seed,
+                turned(i, held_out),
+            )
             for i, m in maps
-        ]
+        ]  # fmt: skip
 
     return [
         *files("heldout", HELD_OUT_FILES, HELD_OUT_WALKS_A_FILE, recording.held_out_steps),
@@ -295,8 +303,8 @@ def main() -> None:
     out = arguments.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
     size = (recipe.world.image_width, recipe.world.image_height)
-    if arguments.turns and set(recording.maps) != {HOUSES}:
-        raise SystemExit(f"data: --turns needs a recipe of {HOUSES} alone, got {recording.maps}")
+    if (arguments.turns or recording.turners) and set(recording.maps) != {HOUSES}:
+        raise SystemExit(f"data: turning needs a recipe of {HOUSES} alone, got {recording.maps}")
     files = plan(recording, size, recipe.seed, arguments.turns)
     recorded = record_all(files, out, arguments.workers)
     (out / "DONE").write_text(f"{recorded} of {len(files)} files\n")

@@ -190,6 +190,13 @@ class Turner:
         return LEFT if (self.taken - 1) // self.frames % 2 == 0 else RIGHT
 
 
+def turn_of(file: File, rng: np.random.Generator) -> int:
+    """Frames of a turn: as the file says in held-out walks, half to twice as many in training."""
+    if file.held_out:
+        return file.turns
+    return int(rng.integers(file.turns // 2, 2 * file.turns + 1))
+
+
 def seed_of(file: File, number: int) -> list[int]:
     """Of the `number`-th walk of a file; held-out walks share none with training."""
     return [file.seed, int(file.held_out), file.index, number]
@@ -218,7 +225,8 @@ def record_houses(file: File) -> list[Walk]:
             game.set_seed(number)
             game.new_episode()
             if file.turns:
-                walks.append(_record(game, Turner(file.turns), 0, file.steps, look))
+                turner = Turner(turn_of(file, rng))
+                walks.append(_record(game, turner, 0, file.steps, look))
             else:
                 visitor = Visitor(house, rng)
                 unseen = int(rng.integers(file.prelude + 1))

@@ -139,7 +139,7 @@ def predict(
         torch.cat((actions, actions), 1),
         attend,
         table,
-        torch.cat((poses, poses), 1),
+        model.sight(torch.cat((poses, poses), 1)),
     )
     return out[:, frames:]
 

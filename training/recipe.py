@@ -20,7 +20,7 @@ class Phase:
     grid_share: float = 0.25  # of the flow times that are the sampler's
     sampled_share: float = 0.0  # of the steps that run the whole sampler and judge its last pass
     own_rows: float = 0.0  # of the rows of those steps that continue the model's own rollouts
-    critic_weight: float = 0.0  # the critic's gradient, relative to the squared error's
+    critic_weight: float = 0.0  # norm of the critic's gradient, relative to the other steps'
     corrected_rows: float = 0.0  # of the rows of the other steps, which lead from own frames back
     windows: tuple[int, ...] = ()  # frames that each row attends to; empty: the model's window
 
@@ -43,6 +43,7 @@ class Recording:
     steps: int = 130  # recorded frames of a training walk
     prelude: int = 40  # most frames walked before recording
     held_out_steps: int = 723  # recorded frames of a held-out walk
+    turners: float = 0.0  # share of the training files whose walkers turn on the spot (houses)
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Recipe:
     faded_share: float = 0.0  # sequences whose history lost some of its detail
     tokenizer_power: float = 0.5  # see Tokenizer.fit
     tokenizer_largest: float = 1.5  # deviation of the first component, in units of the noise
-    critic_penalty: float = 5.0  # see Judge.learn
+    critic_penalty: float = 0.3  # see Judge.learn
     own_frames: int = 48  # length of the model's own rollouts
     own_every: int = 60  # steps after which they are made anew
     corrected_frames: int = 24  # most own frames at the end of a corrected row

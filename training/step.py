@@ -132,13 +132,15 @@ class Step:
         own: torch.Tensor,
         actions: torch.Tensor,
         critic_weight: float,
+        usual_norm: torch.Tensor,
         generator: torch.Generator,
     ) -> dict[str, torch.Tensor]:
-        """The whole sampler on all chunks at once; its last pass is judged.
+        """The whole sampler on all chunks at once; the critic judges its last pass.
 
         `frames` are the true ones; `own` is the history, uint8 [B,F,H,W,3] both, and differs from
-        them in the last `own_rows` rows. Those have left the true walk, so that only the critic
-        judges them; the others count their squared error too.
+        them in the last `own_rows` rows, which have left the true walk. The gradient's norm is
+        about `critic_weight` times `usual_norm`, that of the other steps; with weight 0 only the
+        critic learns, and the model's gradients are none.
         """
         config, judge = self.config, self.judge
         assert judge is not None
@@ -147,37 +149,30 @@ class Step:
         history = self._noised(self.model.tokenizer.encode(own), times, generator)
         last = self._sample(history, times, actions, generator)
         first = config.chunk_frames  # the first chunk is never sampled in use
-        true_rows = len(last) - self.own_rows
 
         leaf = last.detach().requires_grad_()
-        error = (leaf[:true_rows, first:] - clean[:true_rows, first:]).square().mean()
-        (gradient,) = torch.autograd.grad(error, leaf)
         held = actions[:, first:].unflatten(1, (-1, first)).flatten(0, 1)
-        with torch.no_grad():
-            true_chunks = self._chunks(clean)
-        made_chunks = self._chunks(leaf)
-        critic_loss = judge.learn(true_chunks, made_chunks.detach(), held)
-        doubt = judge.doubt(true_chunks, made_chunks, held)
+        true, made = (x[:, first:].unflatten(1, (-1, first)).flatten(0, 1) for x in (clean, leaf))
+        critic_loss = judge.learn(true, made.detach(), held)
+        doubt = judge.doubt(true, made, held)
         (push,) = torch.autograd.grad(doubt, leaf)
-        # on the rows that have both; kept once the critic has learnt something, since a critic
-        # that is at a loss should not push as hard as a good one
-        ratio = gradient[:true_rows].norm() / push[:true_rows].norm().clamp_min(1e-12)
-        scale = judge.scale(ratio, critic_weight > 0)
-        last.backward(
-            (gradient + critic_weight * scale * push) / (1 - config.noise_levels[-1]) ** 2
-        )
+        last.backward(push)
+        slopes = [p.grad for p in self.model.parameters() if p.grad is not None]
+        ratio = usual_norm / torch.nn.utils.get_total_norm(slopes).clamp_min(1e-12)
+        scale = judge.scale(None if critic_weight else ratio)
+        if critic_weight:
+            torch._foreach_mul_(slopes, critic_weight * scale)
+        else:
+            self.model.zero_grad(set_to_none=True)
+        true_rows = len(last) - self.own_rows
+        error = (leaf - clean)[:true_rows, first:].detach().square().mean()
         return {
-            "sampled_error": error.detach(),
+            "sampled_error": error,
             "critic_loss": critic_loss,
             "doubt": doubt.detach(),
-            "critic_scale": scale * critic_weight,
+            "critic_ratio": ratio,
+            "critic_scale": critic_weight * scale,
         }
-
-    def _chunks(self, latents: torch.Tensor) -> torch.Tensor:
-        """Pixels of all chunks but the first, [N,C,H,W,3]."""
-        size = self.config.chunk_frames
-        pixels = self.model.tokenizer.pixels(latents[:, size:])
-        return pixels.unflatten(1, (-1, size)).flatten(0, 1)
 
     def _sample(
         self,

@@ -233,6 +233,7 @@ class Course:
         if users:
             self.own = OwnWalks(model, process.device, 2 * max(users))
         self.sampled = 0  # steps that ran the sampler
+        self.usual_norm = torch.ones((), device=process.device)  # of flow steps' gradients
         self.corrected = 0  # steps of the phase at hand that led from own frames back
 
     def take(self, step: Step, call: int) -> dict[str, torch.Tensor]:
@@ -255,7 +256,16 @@ class Course:
         # the critic learns alone at first, and is then heard little by little
         weight = phase.critic_weight * min(1.0, max(0.0, self.sampled / 60 - 1))
         self.sampled += 1
-        return step.sampled(frames, history, actions, weight, self.generator)
+        given = frames, history, actions, weight, self.usual_norm, self.generator
+        numbers = step.sampled(*given)
+        if weight:
+            return numbers
+        return numbers | step.flow(frames, actions, self.generator)
+
+    def note(self, numbers: dict[str, torch.Tensor], norm: torch.Tensor) -> None:
+        """A step is done: what its gradient's norm was."""
+        if "loss" in numbers:
+            self.usual_norm = torch.lerp(self.usual_norm, norm, 0.1)
 
     def _corrected(
         self, step: Step, call: int, rows: int
@@ -286,6 +296,7 @@ def train(course: Course, steps: list[Step], clock: Clock, journal: Journal | No
         numbers = course.take(steps[number], calls[number])
         calls[number] += 1
         norm = course.learner.update(progress)
+        course.note(numbers, norm)
         if journal is not None:
             journal.note(steps[number].phase.frames, numbers, norm)
 

@@ -10,6 +10,7 @@ fixed linear tokenizer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +71,13 @@ class Block(nn.Module):
         return x + gate_mlp * self.contract(F.gelu(self.expand(h), approximate="tanh"))
 
 
+class Sight(NamedTuple):
+    """Where frames are seen from: features [B,F,P,W] and, with `view_dims`, `view_table`'s."""
+
+    features: torch.Tensor
+    view: Table | None
+
+
 class WorldModel(nn.Module):
     """Predicts clean frames from noisy ones, the buttons held, and what `attend` looks back at."""
 
@@ -101,6 +109,16 @@ class WorldModel(nn.Module):
         nn.init.zeros_(self.modulation.weight)
         nn.init.zeros_(self.head.weight)
 
+    def sight(self, poses: torch.Tensor) -> Sight | None:
+        """What the model is told of frames with `poses` [B,F,3] (`walk_poses`); it may be kept.
+
+        None for a model without `view_degrees`.
+        """
+        if self.pose is None:
+            return None
+        turns = any(self.config.view_dims)
+        return Sight(self.pose(poses), view_table(self.config, poses) if turns else None)
+
     def forward(
         self,
         latents: torch.Tensor,
@@ -108,22 +126,20 @@ class WorldModel(nn.Module):
         actions: torch.Tensor,
         attend: Attend,
         table: Table,
-        poses: torch.Tensor | None = None,
+        sight: Sight | None = None,
     ) -> torch.Tensor:
         """Clean latents FP32, in the shape of `latents`.
 
-        latents [B,F,P,C], times [B,F] in [0,1], actions int64 [B,F]; poses [B,F,3] (`walk_poses`)
-        are asked for by a model with `view_degrees` (else ShapeError) and not looked at by others.
+        latents [B,F,P,C], times [B,F] in [0,1], actions int64 [B,F]; what `sight` says of the same
+        frames is asked for by a model with `view_degrees` (else ShapeError).
         """
         batch, count = latents.shape[:2]
         x = self.embed(latents.to(self.embed.weight.dtype)) + self.position
         view = None
         if self.pose is not None:
-            if poses is None:
-                raise ShapeError("poses: got none, expected [B,F,3]; make them with walk_poses")
-            x = x + self.pose(poses)
-            if any(self.config.view_dims):
-                view = view_table(self.config, poses)
+            if sight is None:
+                raise ShapeError("sight: got none, expected that of the frames' poses; ask sight()")
+            x, view = x + sight.features, sight.view
         condition = self.time_contract(F.silu(self.time_expand(time_features(times).to(x.dtype))))
         condition = condition + self.action(actions)
         x = x + condition.unsqueeze(2)

@@ -194,22 +194,22 @@ def rollout(
     video = torch.empty(batch, true_frames + frames, *pixel_shape, dtype=torch.uint8)
     video[:, :true_frames] = episodes.frames
 
-    def evaluate(x: torch.Tensor, time: float, chunk: int) -> torch.Tensor:
-        span = slice(chunk * size, (chunk + 1) * size)
+    def evaluate(x: torch.Tensor, time: float) -> torch.Tensor:
         times = torch.full((batch, size), time, device=device)
-        stood = None if poses is None else poses[:, span]
-        return world(x.to(dtype), times, actions[:, span], attend, table, stood).float()
+        return world(x.to(dtype), times, actions[:, span], attend, table, sight).float()
 
     for chunk in range(true_chunks + total):
         attend.start = chunk * size * config.frame_tokens
         table = rope_table(config, chunk * size, size, device)
-        pixels = episodes.frames[:, chunk * size : (chunk + 1) * size]
+        span = slice(chunk * size, (chunk + 1) * size)
+        sight = None if poses is None else world.sight(poses[:, span])  # the same in every pass
+        pixels = episodes.frames[:, span]
         if chunk >= true_chunks:
             x = clean = row_noise(row_seeds, episodes.names, chunk, "start", shape).to(device)
             for time, following in zip(
                 config.noise_levels, (*config.noise_levels[1:], 1.0), strict=True
             ):
-                clean = evaluate(x, time, chunk)
+                clean = evaluate(x, time)
                 x = x + (following - time) / (1 - time) * (clean - x)
             if not bool(torch.isfinite(clean).all()):
                 raise NonFiniteError(
@@ -217,12 +217,10 @@ def rollout(
                     "check its weights, or compute in float32"
                 )
             pixels = world.tokenizer.decode(clean)
-            video[:, chunk * size : (chunk + 1) * size] = pixels.cpu()
+            video[:, span] = pixels.cpu()
         clean = world.tokenizer.encode(pixels)  # history holds what a viewer sees
         noise = row_noise(row_seeds, episodes.names, chunk, "commit", shape).to(device)
-        evaluate(
-            config.commit_time * clean + (1 - config.commit_time) * noise, config.commit_time, chunk
-        )
+        evaluate(config.commit_time * clean + (1 - config.commit_time) * noise, config.commit_time)
         cache.commit()
         if chunk >= true_chunks and on_chunk is not None:
             on_chunk(chunk - true_chunks + 1, total)
