@@ -254,7 +254,7 @@ class Course:
             made, true, held = self.own.sample(own_rows, phase.frames, self.rng)
             history[-own_rows:], frames[-own_rows:], actions[-own_rows:] = made, true, held
         # the critic learns alone at first, and is then heard little by little
-        weight = phase.critic_weight * min(1.0, max(0.0, self.sampled / 60 - 1))
+        weight = phase.critic_weight * min(1.0, max(0.0, self.sampled / 40 - 1))
         self.sampled += 1
         given = frames, history, actions, weight, self.usual_norm, self.generator
         numbers = step.sampled(*given)
