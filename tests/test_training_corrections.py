@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 
 from losses import faded
-from recipe import Phase, Recipe, Recording
+from recipe import Phase, Recipe, Recording, read_recipe
 from step import Step
 
 from .worlds import tiny_world
@@ -85,3 +86,12 @@ def test_a_phase_has_a_window_for_each_row() -> None:
     assert Phase(1.0, 24, 2, windows=(9, 24)).windows == (9, 24)
     with pytest.raises(ValueError, match="2 windows, expected one for each of 4 rows"):
         Phase(1.0, 24, 4, windows=(9, 24))
+
+
+def test_a_recipe_may_say_only_what_it_does_otherwise() -> None:
+    folder = Path(__file__).parents[1] / "training"
+    whole, rest = (read_recipe(folder / f"{name}.json") for name in ("rooms", "rooms-continued"))
+    assert rest == dataclasses.replace(whole, phases=rest.phases)
+    assert [phase.until for phase in rest.phases] == [0.6, 1.0]
+    ends = [dataclasses.replace(phase, until=0.0) for phase in whole.phases[-2:]]
+    assert [dataclasses.replace(phase, until=0.0) for phase in rest.phases] == ends

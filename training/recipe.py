@@ -69,8 +69,13 @@ class Recipe:
 
 
 def read_recipe(path: Path) -> Recipe:
-    """Every field of the file must be one of the above; those it leaves out keep their default."""
+    """Every field of the file must be one of the above; those it leaves out keep their default.
+
+    With `base`, the name of a recipe beside it, they keep that one's.
+    """
     values = json.loads(path.read_text())
+    if base := values.pop("base", None):
+        values = json.loads((path.parent / base).read_text()) | values
     world = WorldConfig.from_dict(values.pop("world"))
     recording = values.pop("recording")
     recording = Recording(**recording | {"maps": tuple(recording["maps"])})
