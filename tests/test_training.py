@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -32,9 +31,12 @@ def train(recipe: Path, folder: Path, *options: str) -> subprocess.CompletedProc
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_every_recipe_trains_a_tiny_model(recipe: Path, tmp_path: Path) -> None:
-    world = {"image_height": 96, "image_width": 128, **json.loads(recipe.read_text())["world"]}
+    sys.path.insert(0, str(TRAINING))
+    from recipe import read_recipe
+
+    world = read_recipe(recipe).world
     rng = np.random.default_rng(0)
-    frames = rng.integers(0, 256, (120, world["image_height"], world["image_width"], 3), np.uint8)
+    frames = rng.integers(0, 256, (120, world.image_height, world.image_width, 3), np.uint8)
     actions = rng.integers(0, 16, 120, np.uint8)
     np.savez(tmp_path / "train-x-000.npz", frames=frames, actions=actions, lengths=[60, 60])
     (tmp_path / "DONE").write_text("1 of 1 files")
