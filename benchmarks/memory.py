@@ -13,6 +13,9 @@ in common, LPIPS as their mean. A row is a moment, a seed, a method and a window
 "true:seen" (the true frame that saw the view last) and "true:last" (the last true frame) say how
 far copying gets. Differences are paired, over walks, from `--against`.
 
+`--camera poses`: the world is told where the simulator stood, as by a given camera path, instead
+of reckoning it from the buttons, which knows of no walls.
+
 `--equal-bytes`: `--windows` are BF16's, and every other method gets the largest window of whole
 spans that holds no more bytes than BF16 does (memory_windows.py), by the ledger at the end of the
 rollout or, with `--when always`, at any moment of its last span. A window above the model's own is
@@ -182,6 +185,8 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     add("--windows", type=int, nargs="+", default=[24, 120], help="frames, open chunk included")
     add("--equal-bytes", action="store_true", help="--windows are bf16's; see benchmarks.memory")
     add("--when", choices=("end", "always"), default="end", help="bytes are equal at the end")
+    add("--camera", choices=("buttons", "poses"), default="buttons",
+        help="what the world is told: reckoned from the buttons, or the simulator's")  # fmt: skip
     add("--seeds", type=int, nargs="+", default=[0])
     add("--span-chunks", type=int, default=2)
     add("--centroids", type=int, default=32)

@@ -74,13 +74,15 @@ class Rollouts(ABC):
         self.world, self.given = world, given
         self.device = next(world.parameters()).device
         self.episodes, self.true = load_moments(moments, given.frames)
+        if given.camera == "poses":
+            self.episodes = self.episodes.with_camera()
         self.moments = moments
         self.plan = [(row, seed) for seed in given.seeds for row in range(len(moments))]
         facts = environment(self.device)
         self.shared = {
             "prime": given.prime, "generated": given.frames, "span_chunks": given.span_chunks,
-            "world": given.world, "torch": facts["torch"], "device": facts["device"],
-            "commit": facts["commit"],
+            "world": given.world, "camera": given.camera, "torch": facts["torch"],
+            "device": facts["device"], "commit": facts["commit"],
         }  # fmt: skip
 
     @abstractmethod

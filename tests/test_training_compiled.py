@@ -12,6 +12,7 @@ import torch
 from torch._dynamo.utils import counters
 
 from steadykv.world.model import WorldModel
+from steadykv.world.pose import walk_poses
 
 TRAINING = Path(__file__).parents[1] / "training"
 
@@ -29,6 +30,7 @@ def losses(compiled: bool) -> tuple[list[float], list[torch.Tensor]]:
     sys.path.insert(0, str(TRAINING))
     from recipe import read_recipe, tiny
     from step import Step, build_forward, compile_blocks
+    from walks import Sequences
 
     recipe = tiny(read_recipe(TRAINING / "rooms.json"))
     world = dataclasses.replace(recipe.world, num_layers=4)
@@ -47,7 +49,8 @@ def losses(compiled: bool) -> tuple[list[float], list[torch.Tensor]]:
         size = (phase.batch, frames, world.image_height, world.image_width, 3)
         video = torch.randint(256, size, dtype=torch.uint8, generator=generator)
         held = torch.randint(8, size[:2], generator=generator)
-        found += [float(step.flow(video, held, generator)["loss"]) for _ in range(2)]
+        true = Sequences(video, held, walk_poses(held))
+        found += [float(step.flow(true, generator)["loss"]) for _ in range(2)]
     return found, [p.grad for p in model.parameters() if p.grad is not None]
 
 

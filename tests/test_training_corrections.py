@@ -15,6 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from losses import faded
 from recipe import Phase, Recipe, Recording, read_recipe
 from step import Step
+from walks import Sequences
 
 from .worlds import tiny_world
 
@@ -38,7 +39,8 @@ def seen_by_flow(own: torch.Tensor | None) -> tuple[dict[str, Any], torch.Tensor
     step = Step(model, recipe, Phase(1.0, FRAMES, BATCH, corrected_rows=0.34), forward, None)
     assert step.corrected_rows == 1
     still = torch.zeros(BATCH, FRAMES, dtype=torch.int64)
-    step.flow(frames, still, torch.Generator().manual_seed(1), own)
+    true = Sequences(frames, still, torch.zeros(BATCH, FRAMES, 3))
+    step.flow(true, torch.Generator().manual_seed(1), own)
     return seen, model.tokenizer.encode(frames)
 
 

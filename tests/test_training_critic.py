@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "training"))
 from critic import Judge
 from recipe import Phase, Recipe, Recording
 from step import Step, build_forward
+from walks import Sequences
 
 from steadykv.world import WorldConfig, WorldModel
 
@@ -67,7 +68,7 @@ def test_the_penalty_keeps_a_critic_from_being_sure() -> None:
     assert losses[1] > 0.5
 
 
-def new_step(own_rows: float = 0.5) -> tuple[Step, torch.Tensor]:
+def new_step(own_rows: float = 0.5) -> tuple[Step, Sequences]:
     torch.manual_seed(0)
     model = WorldModel(CONFIG)
     for parameter in model.parameters():
@@ -80,7 +81,9 @@ def new_step(own_rows: float = 0.5) -> tuple[Step, torch.Tensor]:
     phase = Phase(1.0, FRAMES, BATCH, sampled_share=0.5, own_rows=own_rows, critic_weight=0.5)
     recipe = Recipe(CONFIG, Recording(("houses",), 1), ())
     judge = Judge(CONFIG, "cpu", 1, recipe.critic_penalty)
-    return Step(model, recipe, phase, build_forward(model, phase, "cpu"), judge), frames
+    still = torch.zeros(BATCH, FRAMES, dtype=torch.int64)
+    step = Step(model, recipe, phase, build_forward(model, phase, "cpu"), judge)
+    return step, Sequences(frames, still, torch.zeros(BATCH, FRAMES, 3))
 
 
 def norm_of(model: WorldModel) -> float:
@@ -89,15 +92,14 @@ def norm_of(model: WorldModel) -> float:
 
 
 def test_a_critic_pushes_as_hard_as_the_other_steps_and_no_harder_later() -> None:
-    step, frames = new_step()
-    still = torch.zeros(BATCH, FRAMES, dtype=torch.int64)
+    step, true = new_step()
     generator, usual = torch.Generator().manual_seed(3), torch.tensor(0.25)
     before = {name: p.detach().clone() for name, p in step.model.named_parameters()}
-    told = step.sampled(frames, frames, still, 0.0, usual, generator)
+    told = step.sampled(true, true.frames, 0.0, usual, generator)
     assert all(p.grad is None for p in step.model.parameters())  # only the critic has learnt
     assert float(told["critic_scale"]) == 0
     first = float(told["critic_ratio"])
-    told = step.sampled(frames, frames, still, 0.5, usual, generator)
+    told = step.sampled(true, true.frames, 0.5, usual, generator)
     assert float(told["critic_scale"]) == pytest.approx(0.5 * first)
     # the scale is that of before, so that the norm is about, and not exactly, half the usual one
     expected = 0.5 * first * 0.25 / float(told["critic_ratio"])
@@ -106,18 +108,18 @@ def test_a_critic_pushes_as_hard_as_the_other_steps_and_no_harder_later() -> Non
 
 
 def test_own_rows_count_for_the_critic_and_not_for_the_error() -> None:
-    step, frames = new_step(own_rows=0.25)
+    step, true = new_step(own_rows=0.25)
     assert step.own_rows == 1
-    still, usual = torch.zeros(BATCH, FRAMES, dtype=torch.int64), torch.tensor(1.0)
+    usual = torch.tensor(1.0)
 
     def told(own: torch.Tensor) -> dict[str, torch.Tensor]:
         assert step.judge is not None
         torch.manual_seed(0)
         step.judge = Judge(CONFIG, "cpu", 1, 0.3)
-        return step.sampled(frames, own, still, 0.0, usual, torch.Generator().manual_seed(3))
+        return step.sampled(true, own, 0.0, usual, torch.Generator().manual_seed(3))
 
-    own = frames.clone()
+    own = true.frames.clone()
     own[-1] = 255 - own[-1]
-    plain, other = told(frames), told(own)
+    plain, other = told(true.frames), told(own)
     assert float(plain["sampled_error"]) == pytest.approx(float(other["sampled_error"]), rel=1e-5)
     assert float(plain["critic_loss"]) != float(other["critic_loss"])

@@ -11,7 +11,7 @@ import torch
 
 from steadykv.errors import ConfigError, ShapeError
 from steadykv.game import FORWARD, LEFT, PATCH_TURN_DEGREES, RIGHT, TICS_PER_FRAME
-from steadykv.world import WorldConfig, WorldModel, rollout
+from steadykv.world import Episodes, WorldConfig, WorldModel, rollout
 from steadykv.world.pose import (
     BLOCK,
     FRICTION,
@@ -119,6 +119,32 @@ def test_the_video_of_a_seeing_world_depends_on_where_it_looks() -> None:
     assert world.pose is not None
     world.pose.embed.weight.data.zero_()
     assert not torch.equal(video(), first)
+
+
+def test_a_given_camera_takes_the_place_of_the_buttons() -> None:
+    world, episodes = tiny_world(SEEING), tiny_episodes(2, config=SEEING)
+
+    def video(walks: Episodes) -> torch.Tensor:
+        cache = PlainCache(2, TINY.window_frames * TINY.frame_tokens, torch.float32)
+        return rollout(world, walks, cache, 9, cache_dtype=torch.float32)
+
+    told = dataclasses.replace(episodes, poses=walk_poses(episodes.actions)).with_camera()
+    plain = video(episodes)
+    assert torch.equal(video(told), plain)  # the same as it reckons itself
+    assert told.camera is not None
+    moved = told.camera + torch.tensor([300.0, 0.0, 30.0])
+    other = video(dataclasses.replace(told, camera=moved))
+    assert not torch.equal(other, plain)
+    alone = video(dataclasses.replace(told, camera=moved).select([1]))
+    assert torch.equal(alone, other[1:])  # a row keeps its own
+    with pytest.raises(ConfigError, match="camera: got walks without poses"):
+        episodes.with_camera()
+    for bad in (told.camera[:1], told.camera[:, :5], told.camera[..., :2], moved.log()):
+        with pytest.raises(ConfigError, match="expected finite poses"):
+            video(dataclasses.replace(told, camera=bad))
+    cache = PlainCache(2, TINY.window_frames * TINY.frame_tokens, torch.float32)
+    with pytest.raises(ConfigError, match="view_degrees 0"):
+        rollout(tiny_world(), told, cache, 9)
 
 
 def test_a_seeing_world_asks_for_poses() -> None:

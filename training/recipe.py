@@ -64,6 +64,7 @@ class Recipe:
     critic_penalty: float = 0.3  # see Judge.learn
     own_frames: int = 48  # length of the model's own rollouts
     own_every: int = 60  # steps after which they are made anew
+    camera_share: float = 0.0  # sequences told the simulator's poses; others reckon from buttons
     corrected_frames: int = 24  # most own frames at the end of a corrected row
     seed: int = 0  # of the weights, noise, order of walks, and random houses
 

@@ -9,9 +9,10 @@ import torch
 from critic import Judge
 from losses import ForcedAttention, draw_history_times, draw_times, faded, flow_loss, predict
 from recipe import Phase, Recipe
+from walks import Sequences
 
 from steadykv.world.model import Attend, Block, Table, WorldModel
-from steadykv.world.pose import moved_poses, walk_poses
+from steadykv.world.pose import moved_poses
 from steadykv.world.rope import rope_table
 
 
@@ -94,18 +95,17 @@ class Step:
 
     def flow(
         self,
-        frames: torch.Tensor,
-        actions: torch.Tensor,
+        sequences: Sequences,
         generator: torch.Generator,
         own: torch.Tensor | None = None,
     ) -> dict[str, torch.Tensor]:
-        """One pass at random flow times.
+        """One pass at random flow times; adds to the gradients; returns what to log.
 
-        frames uint8 [B,F,H,W,3], actions int64 [B,F]; adds to the gradients; returns what to log.
-        own, like frames, is the history of the last rows as the model makes it itself, in the form
-        in which a rollout commits it; what is asked for are the true frames there too.
+        own, like the frames, is the history of the last rows as the model makes it itself, in the
+        form in which a rollout commits it; what is asked for are the true frames there too.
         """
         config, recipe, phase = self.config, self.recipe, self.phase
+        frames, actions, told = sequences
         clean = self.model.tokenizer.encode(frames)
         shape = (phase.batch, phase.frames)
         history_times = draw_history_times(
@@ -120,7 +120,7 @@ class Step:
             history_times[-len(own) :] = config.commit_time
         history = self._noised(past, history_times, generator)
         noisy = self._noised(clean, times, generator)
-        poses = moved_poses(walk_poses(actions), generator)
+        poses = moved_poses(told, generator)
         prediction = self._predict(history, history_times, noisy, times, actions, poses)
         loss = flow_loss(prediction, clean, times, config.chunk_frames, recipe.weight_floor)
         loss.backward()
@@ -128,26 +128,26 @@ class Step:
 
     def sampled(
         self,
-        frames: torch.Tensor,
+        sequences: Sequences,
         own: torch.Tensor,
-        actions: torch.Tensor,
         critic_weight: float,
         usual_norm: torch.Tensor,
         generator: torch.Generator,
     ) -> dict[str, torch.Tensor]:
         """The whole sampler on all chunks at once; the critic judges its last pass.
 
-        `frames` are the true ones; `own` is the history, uint8 [B,F,H,W,3] both, and differs from
-        them in the last `own_rows` rows, which have left the true walk. The gradient's norm is
+        `own` is the history, like the true frames of the sequences, and differs from them in the
+        last `own_rows` rows, which have left the true walk. The gradient's norm is
         about `critic_weight` times `usual_norm`, that of the other steps; with weight 0 only the
         critic learns, and the model's gradients are none.
         """
         config, judge = self.config, self.judge
         assert judge is not None
+        frames, actions, told = sequences
         clean = self.model.tokenizer.encode(frames)
         times = torch.full(clean.shape[:2], config.commit_time, device=self.device)
         history = self._noised(self.model.tokenizer.encode(own), times, generator)
-        last = self._sample(history, times, actions, generator)
+        last = self._sample(history, times, actions, told, generator)
         first = config.chunk_frames  # the first chunk is never sampled in use
 
         leaf = last.detach().requires_grad_()
@@ -179,13 +179,14 @@ class Step:
         history: torch.Tensor,
         history_times: torch.Tensor,
         actions: torch.Tensor,
+        told: torch.Tensor,
         generator: torch.Generator,
     ) -> torch.Tensor:
         """The sampler's last prediction of all chunks; only that pass is differentiable."""
         levels = self.config.noise_levels
         x = torch.randn(history.shape, generator=generator, device=self.device)
         times = torch.zeros(history.shape[:2], device=self.device)
-        poses = moved_poses(walk_poses(actions), generator)
+        poses = moved_poses(told, generator)
         with torch.no_grad():
             for level, following in itertools.pairwise(levels):
                 guess = self._predict(history, history_times, x, times + level, actions, poses)
@@ -223,10 +224,12 @@ class Step:
             device=self.device,
         )
         still = torch.zeros(shape, dtype=torch.int64, device=self.device)
+        nowhere = torch.zeros(*shape, 3, device=self.device)
         for _ in range(2):
-            self.flow(blank, still, generator)
+            self.flow(Sequences(blank, still, nowhere), generator)
         if self.phase.sampled_share:
             history = torch.zeros(*shape, config.frame_tokens, config.channels, device=self.device)
             with torch.no_grad():
-                self._sample(history, torch.ones(shape, device=self.device), still, generator)
+                ones = torch.ones(shape, device=self.device)
+                self._sample(history, ones, still, nowhere, generator)
         self.model.zero_grad(set_to_none=True)

@@ -28,7 +28,7 @@ from parallel import Process, average_gradients, start_process
 from recipe import Recipe, read_recipe, tiny
 from safetensors.torch import save_file
 from step import Step, build_forward, compile_blocks
-from walks import Walks
+from walks import Sequences, Walks
 
 from steadykv.world.model import WorldModel
 
@@ -210,11 +210,17 @@ def build_model(recipe: Recipe, resume: Path | None, device: str) -> WorldModel:
 
 def fit_tokenizer(model: WorldModel, recipe: Recipe, walks: Walks, process: Process) -> None:
     """Fit it to 2,048 frames of the walks loaded so far; the first process's fit counts."""
-    frames, _ = walks.sample(2048, 1, np.random.default_rng(0))
+    frames = walks.sample(2048, 1, np.random.default_rng(0)).frames
     model.tokenizer.fit(frames.flatten(0, 1), recipe.tokenizer_power, recipe.tokenizer_largest)
     if process.count > 1:
         for parameter in model.tokenizer.parameters():
             dist.broadcast(parameter.data, 0)
+
+
+def replace_last(sequences: Sequences, by: Sequences) -> None:
+    """Put others in the place of the last sequences, as many as `by` has."""
+    for part, other in zip(sequences, by, strict=True):
+        part[-len(other) :] = other
 
 
 class Course:
@@ -240,37 +246,35 @@ class Course:
         """Forward and backward of the `call`-th step of its phase; returns what to log."""
         phase, recipe = step.phase, self.recipe
         due = int((call + 1) * phase.sampled_share) > int(call * phase.sampled_share)
-        frames, actions = self.walks.sample(phase.batch, phase.frames, self.rng)
+        sequences = self.walks.sample(phase.batch, phase.frames, self.rng)
         if not due:
             own = None
             if rows := step.corrected_rows:
-                own, frames[-rows:], actions[-rows:] = self._corrected(step, call, rows)
-            return step.flow(frames, actions, self.generator, own)
-        history, own_rows = frames.clone(), step.own_rows
+                own, true = self._corrected(step, call, rows)
+                replace_last(sequences, true)
+            return step.flow(sequences, self.generator, own)
+        history, own_rows = sequences.frames.clone(), step.own_rows
         if own_rows and self.own is not None:
             if self.sampled % recipe.own_every == 0:
                 weights, first = self.learner.averaged(), self.learner.model.config.chunk_frames
                 self.own.refresh(weights, self.walks, self.rng, first, recipe.own_frames)
-            made, true, held = self.own.sample(own_rows, phase.frames, self.rng)
-            history[-own_rows:], frames[-own_rows:], actions[-own_rows:] = made, true, held
+            history[-own_rows:], true = self.own.sample(own_rows, phase.frames, self.rng)
+            replace_last(sequences, true)
         # the critic learns alone at first, and is then heard little by little
         weight = phase.critic_weight * min(1.0, max(0.0, self.sampled / 40 - 1))
         self.sampled += 1
-        given = frames, history, actions, weight, self.usual_norm, self.generator
-        numbers = step.sampled(*given)
+        numbers = step.sampled(sequences, history, weight, self.usual_norm, self.generator)
         if weight:
             return numbers
-        return numbers | step.flow(frames, actions, self.generator)
+        return numbers | step.flow(sequences, self.generator)
 
     def note(self, numbers: dict[str, torch.Tensor], norm: torch.Tensor) -> None:
         """A step is done: what its gradient's norm was."""
         if "loss" in numbers:
             self.usual_norm = torch.lerp(self.usual_norm, norm, 0.1)
 
-    def _corrected(
-        self, step: Step, call: int, rows: int
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Sequences that end in the model's own frames, the true ones, and the actions.
+    def _corrected(self, step: Step, call: int, rows: int) -> tuple[torch.Tensor, Sequences]:
+        """Histories that end in the model's own frames, and the true sequences.
 
         So the model learns to come back from its own errors while it can still know the truth:
         from what it saw before them.
@@ -313,7 +317,9 @@ def main() -> None:
     learner = Learner(model, recipe.rate, arguments.resume is not None, process.count)
     arguments.out.mkdir(parents=True, exist_ok=True)
 
-    walks = Walks(arguments.walks, process.device, arguments.capacity, recipe.world)
+    walks = Walks(
+        arguments.walks, process.device, arguments.capacity, recipe.world, recipe.camera_share
+    )
     course = Course(learner, recipe, walks, process)
     if not arguments.tiny:
         compile_blocks(model)

@@ -111,6 +111,17 @@ def show_reckoning(walks: list[Recorded]) -> None:
             f"{told}: reckoned headings off by {wrong.max():.3f} degrees at most; places, after so "
             f"many frames, in the median by {medians} map units"
         )
+    back = []
+    for walk in walks:
+        seen = returning(walk.poses)
+        for frame in np.flatnonzero(seen >= LEAD)[::7].tolist():
+            first = int(seen[frame])
+            back.append(reckoning(walk, first, frame - first + 1, LEAD)[0][-1])
+    low, middle, high = np.percentile(back, (25, 50, 75))
+    print(
+        f"views that come back, {len(back)} frames: the reckoned way from where they were seen "
+        f"last is off by {low:.1f}, {middle:.1f} and {high:.1f} map units (quartiles)"
+    )
 
 
 def show_copies(walks: list[Recorded], view: float) -> None:

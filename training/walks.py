@@ -6,24 +6,44 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from steadykv.world.config import WorldConfig
+from steadykv.world.pose import walk_poses
+
+
+class Sequences(NamedTuple):
+    """Frames uint8 [B,F,H,W,3], actions int64 [B,F], and the poses FP32 [B,F,3] to tell of them."""
+
+    frames: torch.Tensor
+    actions: torch.Tensor
+    poses: torch.Tensor
 
 
 class Walks:
     """All training walks as uint8 on `device`; `sample` draws from those loaded so far.
 
     Holds at most `capacity` frames; files beyond that are left out. Frames larger than the model's
-    (a tiny model's on a CPU) are cropped.
+    (a tiny model's on a CPU) are cropped. Of `camera_share` of the sequences the simulator's poses
+    are told, of the others what is reckoned from their buttons.
     """
 
-    def __init__(self, folder: Path, device: str, capacity: int, config: WorldConfig):
+    def __init__(
+        self,
+        folder: Path,
+        device: str,
+        capacity: int,
+        config: WorldConfig,
+        camera_share: float = 0.0,
+    ):
         size = (config.image_height, config.image_width)
         self.frames = torch.empty(capacity, *size, 3, dtype=torch.uint8, device=device)
         self.actions = torch.zeros(capacity, dtype=torch.int64, device=device)
+        self.poses = torch.zeros(capacity, 3, device=device)
+        self.camera_share = camera_share
         self.spans: list[tuple[int, int]] = []  # (first frame, count) of each loaded walk
         self.used, self.folder, self.lock = 0, folder, threading.Lock()
         self.error: Exception | None = None
@@ -62,6 +82,7 @@ class Walks:
         with np.load(path) as walk:
             frames, actions = torch.from_numpy(walk["frames"]), torch.from_numpy(walk["actions"])
             lengths = walk["lengths"].tolist()
+            poses = torch.from_numpy(walk["poses"]) if self.camera_share else None
         with self.lock:
             first, self.used = self.used, self.used + len(frames)
             if self.used > len(self.frames):
@@ -69,18 +90,15 @@ class Walks:
         height, width = self.frames.shape[1:3]
         self.frames[first : first + len(frames)].copy_(frames[:, :height, :width])
         self.actions[first : first + len(frames)].copy_(actions)
+        if poses is not None:
+            self.poses[first : first + len(frames)].copy_(poses)
         with self.lock:
             for length in lengths:
                 self.spans.append((first, length))
                 first += length
 
-    def sample(
-        self, batch: int, length: int, rng: np.random.Generator
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Sequences from `batch` places drawn evenly.
-
-        Returns frames uint8 [B,length,H,W,3] and actions int64 [B,length].
-        """
+    def sample(self, batch: int, length: int, rng: np.random.Generator) -> Sequences:
+        """Sequences of `length` frames from `batch` places drawn evenly."""
         with self.lock:
             spans = [span for span in self.spans if span[1] >= length]
         rows = []
@@ -88,5 +106,11 @@ class Walks:
             first, count = spans[i]
             start = first + int(rng.integers(count - length + 1))
             rows.append(np.arange(start, start + length))
-        index = torch.from_numpy(np.stack(rows)).to(self.frames.device, non_blocking=True)
-        return self.frames[index], self.actions[index]
+        device = self.frames.device
+        index = torch.from_numpy(np.stack(rows)).to(device, non_blocking=True)
+        actions = self.actions[index]
+        poses = walk_poses(actions)
+        if self.camera_share:
+            told = torch.from_numpy(rng.random(batch) < self.camera_share).to(device)
+            poses = torch.where(told[:, None, None], self.poses[index], poses)
+        return Sequences(self.frames[index], actions, poses)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import zipfile
@@ -43,6 +44,7 @@ class Episodes:
     actions: torch.Tensor
     names: tuple[str, ...]
     poses: torch.Tensor | None = None
+    camera: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -55,7 +57,20 @@ class Episodes:
             self.actions[index],
             tuple(self.names[i] for i in rows),
             None if self.poses is None else self.poses[index],
+            None if self.camera is None else self.camera[index],
         )
+
+    def with_camera(self) -> Episodes:
+        """The same walks, told where the simulator stood: camera control, as for a given path.
+
+        Raises ConfigError where the simulator's poses are not known.
+        """
+        if self.poses is None:
+            raise ConfigError(
+                "camera: got walks without poses, expected the simulator's; use walks of 'rooms' "
+                "or leave the world to reckon from the buttons"
+            )
+        return dataclasses.replace(self, camera=self.poses)
 
 
 POSE_STEPS = (1.0, 1.0, 0.1)  # poses are stored as whole map units and tenths of degrees

@@ -141,6 +141,18 @@ def _check_request(config: WorldConfig, episodes: Episodes, frames: int) -> None
             f"actions: got {episodes.actions.shape[1]} a row, expected {got[0] + frames}; "
             "ask for fewer frames"
         )
+    camera = episodes.camera
+    if camera is not None and (
+        not config.view_degrees
+        or camera.shape[::2] != (len(episodes), 3)
+        or camera.shape[1] < got[0] + frames
+        or not bool(torch.isfinite(camera).all())
+    ):
+        raise ConfigError(
+            f"camera: got {tuple(camera.shape)} for a world with view_degrees "
+            f"{config.view_degrees:g}, expected finite poses [{len(episodes)}, "
+            f"{got[0] + frames} or more, 3] for a world that is told where it looks; leave them out"
+        )
     if int(episodes.actions.max()) >= config.num_actions:
         raise ConfigError(
             f"actions: got {int(episodes.actions.max())}, expected numbers below "
@@ -163,13 +175,14 @@ def rollout(
     """Generate `frames` frames after the episodes' true first ones, under the episodes' actions.
 
     The C true frames, chunk_frames or a multiple, are committed chunk by chunk, each in the one
-    pass that commits a generated chunk. `cache` is empty and laid out "BSHD"; `seeds` holds one
-    seed a row. Returns uint8 [B, C + frames, H, W, 3] on the CPU, the true frames first. Keys and
-    values are handed over in `cache_dtype`. `on_chunk(done, total)` is called after each generated
-    and committed chunk.
+    pass that commits a generated chunk. A world with `view_degrees` is told where each frame
+    looks: `episodes.camera`, or else what `walk_poses` reckons from the buttons. `cache` is empty
+    and laid out "BSHD"; `seeds` holds one seed a row. Returns uint8 [B, C + frames, H, W, 3] on the
+    CPU, the true frames first. Keys and values are handed over in `cache_dtype`.
+    `on_chunk(done, total)` is called after each generated and committed chunk.
     Raises ShapeError when first frames or actions do not fit, ConfigError for a length that is no
-    whole number of chunks or an unknown action, NonFiniteError when the model's output is not
-    finite (looked at once a chunk, when its pixels go to the CPU).
+    whole number of chunks, an unknown action or a camera that does not fit, NonFiniteError when
+    the model's output is not finite (looked at once a chunk, when its pixels go to the CPU).
     """
     config = world.config
     device, dtype = world.embed.weight.device, world.embed.weight.dtype
@@ -188,7 +201,8 @@ def rollout(
     true_frames, total = episodes.frames.shape[1], frames // size
     poses = None
     if config.view_degrees:  # on the CPU, so that every device sees the same walk
-        poses = walk_poses(episodes.actions[:, : true_frames + frames].cpu()).to(device)
+        held, camera = episodes.actions[:, : true_frames + frames].cpu(), episodes.camera
+        poses = (walk_poses(held) if camera is None else camera[:, : held.shape[1]]).to(device)
     true_chunks = true_frames // size
     pixel_shape = (config.image_height, config.image_width, 3)
     video = torch.empty(batch, true_frames + frames, *pixel_shape, dtype=torch.uint8)
