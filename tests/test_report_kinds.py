@@ -112,10 +112,11 @@ def test_films_of_other_sizes_are_refused() -> None:
 
 def test_pictures_one_by_one_make_the_same_video() -> None:
     assert max(CRF, REEL_CRF) <= 14  # what does not hide flicker, at a video's own size
-    # libx264 may make other bytes of the same YUV frames in another place of memory.
-    one, other = (decode_mp4(x) for x in (encode_images(iter(FIRST), 12), encode_mp4(FIRST, 12)))
-    assert one.shape == other.shape == FIRST.shape
-    assert np.abs(one.astype(int) - other).mean() < 0.5
+    kept = []
+    for number in range(10):  # whatever lies beside them in memory
+        kept.append(bytearray(10_000 * number + 1))
+        assert encode_images(iter(FIRST), 12) == encode_mp4(FIRST, 12)
+    assert decode_mp4(encode_mp4(FIRST, 12)).shape == FIRST.shape
 
 
 # --- the page of two videos -----------------------------------------------------------------
