@@ -19,7 +19,8 @@ of reckoning it from the buttons, which knows of no walls.
 `--equal-bytes`: `--windows` are BF16's, and every other method gets the largest window of whole
 spans that holds no more bytes than BF16 does (memory_windows.py), by the ledger at the end of the
 rollout or, with `--when always`, at any moment of its last span. A window above the model's own is
-possible: its rotary positions then go beyond what the model was trained with.
+possible (`--longest` says how far): its rotary positions then go beyond what the model was trained
+with.
 """
 
 from __future__ import annotations
@@ -81,16 +82,17 @@ def settings(shape: WorldConfig, given: argparse.Namespace) -> list[Setting]:
             own = window
             if given.equal_bytes and is_packed:
                 tried = configuration(method, total, shape, given)
-                own = largest_window(tried, shape, total, budget, given.when)
+                own = largest_window(tried, shape, total, budget, given.when, given.longest)
             config = configuration(method, own, shape, given)
             if given.equal_bytes:
                 cost = planned_bytes(config, shape, total).at(given.when)
                 step = shape.chunk_frames * given.span_chunks
-                capped = is_packed and own + step > total
+                most = total if given.longest is None else min(total, given.longest)
+                capped = is_packed and own + step > most
                 print(
                     f"{REFERENCE} with {window} frames: {budget:,} bytes ({given.when}); {method} "
                     f"with {own}: {cost:,}"
-                    + (", all there are: a longer --prime has room for more" * capped)
+                    + (", all there may be: see --prime and --longest" * capped)
                 )
             if all((method, own) != (other.method, other.window) for other in found):
                 budget_window = window if given.equal_bytes else None
@@ -184,6 +186,7 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     add("--methods", nargs="+", default=METHODS, help="floor, presets, keys:values")
     add("--windows", type=int, nargs="+", default=[24, 120], help="frames, open chunk included")
     add("--equal-bytes", action="store_true", help="--windows are bf16's; see benchmarks.memory")
+    add("--longest", type=int, help="most frames of a window of equal bytes; default: all")
     add("--when", choices=("end", "always"), default="end", help="bytes are equal at the end")
     add("--camera", choices=("buttons", "poses"), default="buttons",
         help="what the world is told: reckoned from the buttons, or the simulator's")  # fmt: skip

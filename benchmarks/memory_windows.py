@@ -39,15 +39,21 @@ def planned_bytes(config: CacheConfig, shape: WorldConfig, frames: int, batch: i
 
 
 def largest_window(
-    config: CacheConfig, shape: WorldConfig, frames: int, budget: int, when: When = "end"
+    config: CacheConfig,
+    shape: WorldConfig,
+    frames: int,
+    budget: int,
+    when: When = "end",
+    longest: int | None = None,
 ) -> int:
-    """The most frames of whole spans whose resident bytes are at most `budget`.
+    """The most frames of whole spans, up to `longest`, whose resident bytes are at most `budget`.
 
     Looks from the longest window that `frames` can fill downwards, so that bytes need not rise with
     the window. Raises ConfigError where none is cheap enough.
     """
     step = shape.chunk_frames * config.policy.span_chunks
-    for window in range(frames // step * step, 0, -step):
+    most = frames if longest is None else min(frames, longest)
+    for window in range(most // step * step, 0, -step):
         tried = config.replace(window_frames=window)
         if planned_bytes(tried, shape, frames).at(when) <= budget:
             return window

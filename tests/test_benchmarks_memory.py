@@ -150,6 +150,9 @@ def test_the_window_of_equal_bytes_is_that_of_brute_force(method: str, frames: i
                 if fits:
                     assert largest_window(config, TINY, frames, budget, when) == max(fits)
                     assert (max(fits) >= window) == (budget == numbers[index])
+                    for longest in (6, 13):
+                        found = largest_window(config, TINY, frames, budget, when, longest)
+                        assert found == max(w for w in fits if w <= longest)
     with pytest.raises(ConfigError, match="no window of at most 1,000 bytes"):
         largest_window(config, TINY, frames, 1000)
 
@@ -271,6 +274,9 @@ def test_equal_bytes_are_those_of_the_ledger(
         # Half of it is packed, or all.
         assert int(budget) <= windows["bf16:kivi", budget] < windows["kivi", budget] < 72
     assert f"kivi with {windows['kivi', '6']}: " in said
+    rows = run(walks, *given, "--moments", "1", "--longest", "30")
+    assert {row["window"] for row in rows if row["method"] == "kivi"} == {"30"}
+    assert "all there may be" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
