@@ -15,7 +15,8 @@ import torch
 from tests.worlds import tiny_episodes, tiny_world
 
 TRAINING = Path(__file__).parents[1] / "training"
-RECIPES = sorted(TRAINING.glob("*.json"))
+# rooms-continued has nothing that rooms has not: test_a_recipe_may_say_only_what_it_does_otherwise
+RECIPES = sorted(path for path in TRAINING.glob("*.json") if path.stem != "rooms-continued")
 
 
 def train(recipe: Path, folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
@@ -38,7 +39,9 @@ def test_every_recipe_trains_a_tiny_model(recipe: Path, tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
     frames = rng.integers(0, 256, (120, world.image_height, world.image_width, 3), np.uint8)
     actions = rng.integers(0, 16, 120, np.uint8)
-    np.savez(tmp_path / "train-x-000.npz", frames=frames, actions=actions, lengths=[60, 60])
+    poses = rng.normal(0, 100, (120, 3)).astype(np.float32)
+    walks = {"frames": frames, "actions": actions, "poses": poses, "lengths": [60, 60]}
+    np.savez(tmp_path / "train-x-000.npz", **walks)
     (tmp_path / "DONE").write_text("1 of 1 files")
     done = train(recipe, tmp_path)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -1,0 +1,121 @@
+"""The room that changes and the room that stays, side by side: an animated WebP for a page.
+
+    python -m benchmarks.memory_film --walks /tmp/turns --videos frames --walk houses-000-00 \\
+        --image docs/images/turning.webp
+
+Shows the generated frames of every video that `--videos FOLDER` of benchmarks.memory_long or
+benchmarks.memory kept of one rollout (`--walk WALK` or `WALK@START`), beside the true frames, with
+the PSNR over all that are shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from benchmarks.memory_walks import Moment, load_moments, read_tracks
+from steadykv.errors import ConfigError, PayloadError
+from steadykv.evaluation.aggregate import capped_psnr
+from steadykv.report.video import side_by_side
+
+TRUE = "true"
+
+
+class Kept(NamedTuple):
+    """A video uint8 [T, H, W, 3] and what made it."""
+
+    method: str
+    window: int
+    seed: int
+    frames: NDArray[np.uint8]
+
+
+def kept_videos(folder: Path, rollout: str) -> list[Kept]:
+    """Those of one rollout, shortest window first. Raises ConfigError where there are none."""
+    found = []
+    for path in folder.glob(f"{rollout}-*.npy"):
+        method, window, seed = path.stem.removeprefix(f"{rollout}-").rsplit("-", 2)
+        try:
+            frames = np.load(path, allow_pickle=False)
+        except (OSError, ValueError) as error:
+            raise PayloadError(f"{path}: got no frames ({error}); make it again") from error
+        found.append(Kept(method.replace("+", ":"), int(window), int(seed), frames))
+    if not found:
+        raise ConfigError(
+            f"--videos: got {folder} without {rollout}-METHOD-WINDOW-SEED.npy; expected what "
+            "benchmarks.memory_long --videos keeps"
+        )
+    return sorted(found, key=lambda one: (one.window, one.method, one.seed))
+
+
+def true_frames(walks: Path, rollout: str, prime: int, count: int) -> NDArray[np.uint8]:
+    """The frames [count, H, W, 3] that a rollout after `prime` true ones should have made."""
+    name, _, at = rollout.partition("@")
+    tracks = [one for one in read_tracks(walks) if one.name == name]
+    if not tracks:
+        raise ConfigError(f"--walk: got {name}, expected the name of one of the walks in {walks}")
+    start = int(at) if at else prime
+    _, true = load_moments([Moment(tracks[0], start, prime, (), ())], count)
+    return true[0, prime:].numpy()
+
+
+def film(
+    true: NDArray[np.uint8], videos: Sequence[Kept], prime: int, factor: int
+) -> NDArray[np.uint8]:
+    """[T, H', W', 3]: the true frames first, then every video."""
+    shown, captions = {TRUE: true}, {TRUE: ["true frames", ""]}
+    for one in videos:
+        made = one.frames[prime:]
+        error = np.square(made.astype(float) - true).mean()
+        key = f"{one.method} {one.window} {one.seed}"
+        shown[key] = made
+        captions[key] = [
+            f"{one.method}, {one.window} frames",
+            f"{float(capped_psnr(np.array(error))):.1f} dB",
+        ]
+    return side_by_side(shown, captions, factor)
+
+
+def save_webp(path: Path, frames: NDArray[np.uint8], fps: float, quality: int) -> None:
+    """An animation that repeats."""
+    first, *others = map(Image.fromarray, frames)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    options = {"duration": round(1000 / fps), "loop": 0, "quality": quality, "method": 6}
+    first.save(path, "WEBP", save_all=True, append_images=others, **options)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--walks", type=Path, required=True, help="the recorded walks of the rollout")
+    add("--videos", type=Path, required=True, help="what --videos of the benchmark kept")
+    add("--walk", required=True, help="WALK, or WALK@START for a moment")
+    add("--image", type=Path, required=True, help="where the animated WebP goes")
+    add("--prime", type=int, default=96, help="true frames before the generated ones")
+    add("--factor", type=int, default=3, help="a pixel becomes so many wide and high")
+    add("--fps", type=float, default=8)
+    add("--quality", type=int, default=60)
+    given = parser.parse_args(arguments)
+    videos = kept_videos(given.videos, given.walk)
+    lengths = {len(one.frames) for one in videos}
+    if len(lengths) > 1 or max(lengths) <= given.prime:
+        raise ConfigError(
+            f"--prime: got {given.prime} with videos of {sorted(lengths)} frames; expected one "
+            "length above it: one run's"
+        )
+    true = true_frames(given.walks, given.walk, given.prime, max(lengths) - given.prime)
+    sheet = film(true, videos, given.prime, given.factor)
+    save_webp(given.image, sheet, given.fps, given.quality)
+    print(f"{given.image}: {len(sheet)} frames, {given.image.stat().st_size:,} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""`python -m benchmarks.memory_film` on videos that the memory benchmarks would keep."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from benchmarks import memory_film
+from benchmarks.memory_walks import load_moments, read_tracks
+from steadykv.errors import ConfigError
+from tests.recorded_walks import walks_of_a_tiny_world
+
+
+@pytest.fixture
+def walks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    return walks_of_a_tiny_world(tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("at", ["", "@40"])
+def test_videos_stand_beside_the_true_frames(
+    walks: Path, at: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    track, kept = read_tracks(walks)[0], walks / "kept"
+    name = f"{track.name}{at}"
+    start = 40 if at else 30
+    moment = memory_film.Moment(track, start, 30, (), ())
+    true = load_moments([moment], 12)[1][0].numpy()
+    kept.mkdir()
+    np.save(kept / f"{name}-bf16-12-0.npy", true)
+    np.save(kept / f"{name}-kivi+qvg-48-0.npy", np.clip(true, 3, 200))
+    np.save(kept / "another-bf16-12-0.npy", true)
+    videos = memory_film.kept_videos(kept, name)
+    assert [one[:3] for one in videos] == [("bf16", 12, 0), ("kivi:qvg", 48, 0)]
+    shown = memory_film.true_frames(walks, name, 30, 12)
+    assert np.array_equal(shown, true[30:])
+    sheet = memory_film.film(shown, videos, 30, 2)
+    height, width = (2 * size for size in shown.shape[1:3])
+    assert len(sheet) == 12
+    for number, one in enumerate((shown, shown, np.clip(shown, 3, 200))):
+        left = 4 + number * (width + 4)
+        part = sheet[:, 4 : 4 + height, left : left + width]
+        assert np.array_equal(part, one.repeat(2, 1).repeat(2, 2)), number
+
+    image = walks / "pages" / "film.webp"
+    given = ["--walks", str(walks), "--videos", str(kept), "--walk", name, "--prime", "30"]
+    memory_film.main([*given, "--image", str(image), "--factor", "2", "--fps", "10"])
+    assert f"12 frames, {image.stat().st_size:,} bytes" in capsys.readouterr().out
+    with Image.open(image) as film:
+        assert getattr(film, "n_frames", 1) == 12
+        assert film.size == sheet.shape[2:0:-1]
+        shown_again = np.asarray(film.convert("RGB")).astype(int)
+    assert np.abs(shown_again - sheet[0]).mean() < 10  # a lossy picture of random pixels
+
+
+def test_what_cannot_be_shown_is_refused(walks: Path) -> None:
+    kept, name = walks / "kept", read_tracks(walks)[0].name
+    kept.mkdir()
+    given = ["--walks", str(walks), "--videos", str(kept), "--image", str(walks / "x.webp")]
+    with pytest.raises(ConfigError, match="expected what benchmarks"):
+        memory_film.main([*given, "--walk", name])
+    np.save(kept / f"{name}-bf16-12-0.npy", np.zeros((30, 8, 8, 3), np.uint8))
+    with pytest.raises(ConfigError, match="--prime: got 96"):
+        memory_film.main([*given, "--walk", name])
+    np.save(kept / "nobody-bf16-12-0.npy", np.zeros((99, 8, 8, 3), np.uint8))
+    with pytest.raises(ConfigError, match="--walk: got nobody"):
+        memory_film.main([*given, "--walk", "nobody"])
+    assert not (walks / "x.webp").exists()
