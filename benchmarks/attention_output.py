@@ -14,7 +14,8 @@ A row of a method, episode and seed holds `output_error`: the relative error of 
 layer, then the mean over layers. That is the headline. `output_error_keys` and
 `output_error_values` are the same with only the keys or the values packed. Beside it stand
 `output_error_heads`, the mean over layers and heads of each head's ratio, `output_error_pooled`,
-one ratio over everything, where layers of larger outputs weigh more, and the ratio of each layer.
+one ratio over everything, where layers of larger outputs weigh more, the ratio of each layer, and
+of each of its query heads (`layer_0_head_0`).
 """
 
 from __future__ import annotations
@@ -149,15 +150,21 @@ class OutputProbe(ShadowProbe[OutputLayer]):
 def errors_of(energies: torch.Tensor) -> list[dict[str, float]]:
     """What a row says of each rollout, from energies [layer, 4, B, Hq]."""
     layers = _ratios(energies.sum(dim=-1))  # [layer, 3, B]
-    heads = _ratios(energies).mean(dim=(0, 3))
+    heads = _ratios(energies)[:, 2]  # [layer, B, Hq]
     pooled = _ratios(energies.sum(dim=(0, 3))[None])[0]
     rows = []
     for rollout_number in range(energies.shape[2]):
         own = layers[:, :, rollout_number]
         row = {f"output_error{part}": own[:, i - 1].mean().item() for part, i in PARTS.items()}
-        row["output_error_heads"] = heads[2, rollout_number].item()
+        by_head = heads[:, rollout_number]
+        row["output_error_heads"] = by_head.mean().item()
         row["output_error_pooled"] = pooled[2, rollout_number].item()
         row |= {f"layer_{i}": value for i, value in enumerate(own[:, 2].tolist())}
+        row |= {
+            f"layer_{i}_head_{j}": value
+            for i, values in enumerate(by_head.tolist())
+            for j, value in enumerate(values)
+        }
         rows.append(row)
     return rows
 

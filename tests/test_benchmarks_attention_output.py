@@ -68,6 +68,8 @@ def test_the_headline_is_a_mean_over_layers_of_ratios_over_heads() -> None:
     assert row["output_error_heads"] == pytest.approx((1 + (0.6 / 9) ** 0.5) / 4)
     assert row["output_error_pooled"] == pytest.approx((1.6 / 18) ** 0.5)
     assert (row["layer_0"], row["layer_1"]) == pytest.approx((0.4, 0.0))
+    by_head = [row[f"layer_{layer}_head_{head}"] for layer in (0, 1) for head in (0, 1)]
+    assert by_head == pytest.approx([1.0, (0.6 / 9) ** 0.5, 0.0, 0.0])
 
 
 def test_rows_of_a_tiny_world() -> None:
