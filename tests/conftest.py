@@ -36,9 +36,14 @@ if not torch.cuda.is_available():
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Give each worker its share of the cores: oversubscribed matmuls are several times slower."""
+    """Give each worker its share of the cores: oversubscribed matmuls are several times slower.
+
+    So are those of the processes that a test starts.
+    """
     workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // workers))
+    threads = max(1, (os.cpu_count() or 1) // workers)
+    torch.set_num_threads(threads)
+    os.environ.setdefault("OMP_NUM_THREADS", str(threads))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
