@@ -6,8 +6,19 @@ import csv
 import gzip
 import io
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from steadykv.errors import SteadyKVError
+
+
+def in_one_line(main: Callable[[], None]) -> None:
+    """Run a program; what it refuses ends it with one line."""
+    try:
+        main()
+    except SteadyKVError as error:
+        raise SystemExit(str(error)) from None
 
 
 def text_of(path: Path) -> str:

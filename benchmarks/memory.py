@@ -32,6 +32,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.files import in_one_line
 from benchmarks.memory_bench import LAST, SEEN, Bench, Rollouts, Setting
 from benchmarks.memory_table import Row, summary
 from benchmarks.memory_walks import Moment, in_turns, moments_of, read_tracks
@@ -222,4 +223,4 @@ def against_of(given: argparse.Namespace, chosen: Sequence[Setting]) -> tuple[st
 
 
 if __name__ == "__main__":
-    main()
+    in_one_line(main)

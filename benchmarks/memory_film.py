@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
+from benchmarks.files import in_one_line
 from benchmarks.memory_walks import Moment, load_moments, read_tracks
 from steadykv.errors import ConfigError, PayloadError
 from steadykv.evaluation.aggregate import capped_psnr
@@ -118,4 +119,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    in_one_line(main)

@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from benchmarks import memory_table
+from benchmarks.files import in_one_line
 from benchmarks.memory import add_settings, run, with_reference
 from benchmarks.memory_bench import Rollouts, Setting
 from benchmarks.memory_table import cell
@@ -170,4 +171,4 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    in_one_line(main)

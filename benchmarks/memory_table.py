@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.files import csv_rows
+from benchmarks.files import csv_rows, in_one_line
 from steadykv.errors import ConfigError
 from steadykv.evaluation.bootstrap import bootstrap_interval
 from steadykv.evaluation.protocol import FEW_EPISODES
@@ -120,4 +120,4 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    in_one_line(main)

@@ -9,6 +9,7 @@ import pytest
 from PIL import Image
 
 from benchmarks import memory_film
+from benchmarks.files import in_one_line
 from benchmarks.memory_walks import load_moments, read_tracks
 from steadykv.errors import ConfigError
 from tests.recorded_walks import walks_of_a_tiny_world
@@ -68,3 +69,11 @@ def test_what_cannot_be_shown_is_refused(walks: Path) -> None:
     with pytest.raises(ConfigError, match="--walk: got nobody"):
         memory_film.main([*given, "--walk", "nobody"])
     assert not (walks / "x.webp").exists()
+
+
+def test_a_program_ends_with_one_line() -> None:
+    def refuse() -> None:
+        raise ConfigError("--walk: got x, expected y")
+
+    with pytest.raises(SystemExit, match="--walk: got x, expected y"):
+        in_one_line(refuse)

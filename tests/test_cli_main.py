@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -45,6 +46,20 @@ def test_lists_of_methods(typed: list[str], expanded: list[str]) -> None:
 
 def test_the_command_can_be_typed_again() -> None:
     assert command_text(["demo", "--out", "a b"]) == "steadykv demo --out 'a b'"
+
+
+@pytest.mark.parametrize(("given", "expected"), [(None, "passive"), ("active", "active")])
+def test_waiting_threads_do_not_spin_unless_told_to(given: str | None, expected: str) -> None:
+    """OpenMP reads it when torch loads, so that it has to be there before."""
+    code = (
+        "import os, sys; sys.argv = ['steadykv', '--version']; import steadykv.cli.main as c; "
+        "assert 'torch' not in sys.modules; c.main(); print(os.environ['OMP_WAIT_POLICY'])"
+    )
+    env = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+    env |= {} if given is None else {"OMP_WAIT_POLICY": given}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == expected
 
 
 def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:

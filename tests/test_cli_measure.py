@@ -207,7 +207,7 @@ def damaged(data: bytes, rng: random.Random) -> bytes:
 def test_damaged_files_end_with_a_result_or_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], name: str, settings: dict[str, object]
 ) -> None:
-    """A dozen of each kind, at random but the same every time. A traceback would fail `main` itself."""
+    """A dozen of each, at random but the same every time. A traceback would fail `main` itself."""
     whole = write_video(tmp_path / name, VIDEO, **settings)  # type: ignore[arg-type]
     broken = tmp_path / f"broken{whole.suffix}"
     rng = random.Random(name)

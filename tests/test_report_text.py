@@ -78,6 +78,13 @@ def test_one_walk_within_its_noise_floor_ranks_nothing() -> None:
     assert "stays closest" in text.second_sentence([ORIGINAL, near, far, row(FLOOR, 43.0)])
 
 
+def test_one_walk_with_equal_numbers_has_no_winner_among_them() -> None:
+    tied, far = (row("quantwm", 41.0), row("qvg4", 41.0)), row("qvg", 35.0)
+    sentence = text.second_sentence([ORIGINAL, *tied, far, row(FLOOR, 60.0)])
+    assert "not told apart from" in sentence
+    assert "stays closest" not in sentence
+
+
 @pytest.mark.parametrize(("near", "far"), [(0.01, 0.03), (0.03, 0.01)])
 def test_flicker_is_compared_only_where_it_is_told_apart(near: float, far: float) -> None:
     def sentence(beaten: list[str], floor: float, **more: Any) -> str:

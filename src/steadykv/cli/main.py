@@ -6,6 +6,7 @@ Imports next to nothing: Ctrl-C must find `main` running, not Python still impor
 from __future__ import annotations
 
 import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -22,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if arguments is None:
             quit_on_interrupt()
+            # Read by OpenMP when torch loads: threads that spin while they wait for each other take
+            # the cores from it where another program is busy too.
+            os.environ.setdefault("OMP_WAIT_POLICY", "passive")
         from steadykv.cli.app import app
         from steadykv.cli.common import expand_lists, report_failure
     except KeyboardInterrupt:

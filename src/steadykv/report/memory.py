@@ -79,7 +79,8 @@ def memory_by_part(rows: Sequence[Row], prefix: str = "memory") -> str:
         [-i for i in range(len(shown))], [text.method_title(r["method"]) for r in shown]
     )
     axes.set_xlabel("MiB a walk")
-    axes.legend(frameon=False, fontsize=9, labelcolor=plots.DIM, ncols=min(4, len(names)),
+    columns = 3 if len(names) > 8 else min(4, len(names))  # four of many are too wide
+    axes.legend(frameon=False, fontsize=9, labelcolor=plots.DIM, ncols=columns,
                 loc="lower left", bbox_to_anchor=(0, 1.0), borderaxespad=0.0)  # fmt: skip
     axes.margins(x=0.16)
     return plots.inline_svg(figure, prefix, "Memory of each cache by part")

@@ -171,8 +171,11 @@ def _is_told(better: Row, worse: Row, measure: str, floors: Sequence[Row]) -> bo
     """Whether ``better`` may be called so, by the rule of `steadykv.evaluation.verdict`.
 
     A single walk has no intervals: what is seen there is described, but only where floors of the
-    same walk were measured and the worse of the two is farther from the original than each.
+    same walk were measured and the worse of the two is farther from the original than each. Equal
+    numbers tell nothing.
     """
+    if better[measure] == worse[measure]:
+        return False
     if _is_single(better) and _is_single(worse):
         sign = direction(measure)
         beyond = (sign * worse[measure] < sign * floor[measure] for floor in floors)
