@@ -11,6 +11,7 @@ the PSNR over all that are shown.
 from __future__ import annotations
 
 import argparse
+import io
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -44,9 +45,9 @@ def kept_videos(folder: Path, rollout: str) -> list[Kept]:
         method, window, seed = path.stem.removeprefix(f"{rollout}-").rsplit("-", 2)
         try:
             frames = np.load(path, allow_pickle=False)
-        except (OSError, ValueError) as error:
+            found.append(Kept(method, int(window), int(seed), frames))
+        except (OSError, EOFError, ValueError) as error:
             raise PayloadError(f"{path}: got no frames ({error}); make it again") from error
-        found.append(Kept(method.replace("+", ":"), int(window), int(seed), frames))
     if not found:
         raise ConfigError(
             f"--videos: got {folder} without {rollout}-METHOD-WINDOW-SEED.npy; expected what "
@@ -56,24 +57,34 @@ def kept_videos(folder: Path, rollout: str) -> list[Kept]:
 
 
 def true_frames(walks: Path, rollout: str, prime: int, count: int) -> NDArray[np.uint8]:
-    """The frames [count, H, W, 3] that a rollout after `prime` true ones should have made."""
+    """[prime + count, H, W, 3]: true frames, and those that the rollout should have made."""
     name, _, at = rollout.partition("@")
     tracks = [one for one in read_tracks(walks) if one.name == name]
     if not tracks:
         raise ConfigError(f"--walk: got {name}, expected the name of one of the walks in {walks}")
-    start = int(at) if at else prime
+    start = int(at) if at.isdecimal() else prime
+    if not prime <= start <= tracks[0].length - count:
+        raise ConfigError(
+            f"--walk: got frames {start} to {start + count} after {prime} true ones, expected some "
+            f"of the {tracks[0].length} of {name}"
+        )
     _, true = load_moments([Moment(tracks[0], start, prime, (), ())], count)
-    return true[0, prime:].numpy()
+    return true[0].numpy()
 
 
 def film(
     true: NDArray[np.uint8], videos: Sequence[Kept], prime: int, factor: int
 ) -> NDArray[np.uint8]:
-    """[T, H', W', 3]: the true frames first, then every video."""
-    shown, captions = {TRUE: true}, {TRUE: ["true frames", ""]}
+    """[T, H', W', 3]: the true frames first, then every video, from frame `prime` on."""
+    shown, captions = {TRUE: true[prime:]}, {TRUE: ["true frames", ""]}
     for one in videos:
+        if not np.array_equal(one.frames[:prime], true[:prime]):
+            raise ConfigError(
+                f"--prime: got {prime}, but {one.method} with {one.window} frames does not begin "
+                "with so many true ones of these walks; give what the benchmark was given"
+            )
         made = one.frames[prime:]
-        error = np.square(made.astype(float) - true).mean()
+        error = np.square(made.astype(float) - true[prime:]).mean()
         key = f"{one.method} {one.window} {one.seed}"
         shown[key] = made
         captions[key] = [
@@ -86,9 +97,11 @@ def film(
 def save_webp(path: Path, frames: NDArray[np.uint8], fps: float, quality: int) -> None:
     """An animation that repeats."""
     first, *others = map(Image.fromarray, frames)
-    path.parent.mkdir(parents=True, exist_ok=True)
     options = {"duration": round(1000 / fps), "loop": 0, "quality": quality, "method": 6}
-    first.save(path, "WEBP", save_all=True, append_images=others, **options)
+    data = io.BytesIO()  # so that what fails leaves a file that was there as it is
+    first.save(data, "WEBP", save_all=True, append_images=others, **options)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data.getvalue())
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -105,9 +118,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--fps", type=float, default=8)
     add("--quality", type=int, default=60)
     given = parser.parse_args(arguments)
+    if given.factor < 1 or not 1 <= given.fps <= 1000 or not 0 <= given.quality <= 100:
+        parser.error("--factor is 1 or more, --fps 1 to 1000, --quality 0 to 100")
+    if given.image.is_dir():
+        parser.error(f"--image: got the folder {given.image}, expected a file")
     videos = kept_videos(given.videos, given.walk)
     lengths = {len(one.frames) for one in videos}
-    if len(lengths) > 1 or max(lengths) <= given.prime:
+    if len(lengths) > 1 or not 0 < given.prime < max(lengths):
         raise ConfigError(
             f"--prime: got {given.prime} with videos of {sorted(lengths)} frames; expected one "
             "length above it: one run's"

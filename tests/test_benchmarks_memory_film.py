@@ -11,7 +11,7 @@ from PIL import Image
 from benchmarks import memory_film
 from benchmarks.files import in_one_line
 from benchmarks.memory_walks import load_moments, read_tracks
-from steadykv.errors import ConfigError
+from steadykv.errors import ConfigError, PayloadError
 from tests.recorded_walks import walks_of_a_tiny_world
 
 
@@ -31,13 +31,15 @@ def test_videos_stand_beside_the_true_frames(
     true = load_moments([moment], 12)[1][0].numpy()
     kept.mkdir()
     np.save(kept / f"{name}-bf16-12-0.npy", true)
-    np.save(kept / f"{name}-kivi+qvg-48-0.npy", np.clip(true, 3, 200))
+    other = np.concatenate((true[:30], np.clip(true[30:], 3, 200)))
+    np.save(kept / f"{name}-kivi+qvg-48-0.npy", other)
     np.save(kept / "another-bf16-12-0.npy", true)
     videos = memory_film.kept_videos(kept, name)
-    assert [one[:3] for one in videos] == [("bf16", 12, 0), ("kivi:qvg", 48, 0)]
+    assert [one[:3] for one in videos] == [("bf16", 12, 0), ("kivi+qvg", 48, 0)]
     shown = memory_film.true_frames(walks, name, 30, 12)
-    assert np.array_equal(shown, true[30:])
+    assert np.array_equal(shown, true)
     sheet = memory_film.film(shown, videos, 30, 2)
+    shown = shown[30:]
     height, width = (2 * size for size in shown.shape[1:3])
     assert len(sheet) == 12
     for number, one in enumerate((shown, shown, np.clip(shown, 3, 200))):
@@ -68,6 +70,21 @@ def test_what_cannot_be_shown_is_refused(walks: Path) -> None:
     np.save(kept / "nobody-bf16-12-0.npy", np.zeros((99, 8, 8, 3), np.uint8))
     with pytest.raises(ConfigError, match="--walk: got nobody"):
         memory_film.main([*given, "--walk", "nobody"])
+    track = read_tracks(walks)[0]
+    true = load_moments([memory_film.Moment(track, 30, 30, (), ())], 12)[1][0].numpy()
+    np.save(kept / f"{name}-bf16-12-0.npy", true)
+    np.save(kept / f"{name}@{track.length - 6}-bf16-12-0.npy", true)
+    with pytest.raises(ConfigError, match=f"{track.length} of {name}"):  # beyond its end
+        memory_film.main([*given, "--walk", f"{name}@{track.length - 6}", "--prime", "30"])
+    np.save(kept / f"{name}-bf16-12-0.npy", true[::-1])
+    with pytest.raises(ConfigError, match="bf16 with 12 frames does not begin"):
+        memory_film.main([*given, "--walk", name, "--prime", "30"])
+    for wrong in (["--factor", "0"], ["--fps", "0"], ["--quality", "101"], ["--image", str(walks)]):
+        with pytest.raises(SystemExit):
+            memory_film.main([*given, "--walk", name, *wrong])
+    (kept / f"{name}-bf16-12-0.npy").write_bytes(b"\x93NUMPY")
+    with pytest.raises(PayloadError, match="got no frames"):
+        memory_film.main([*given, "--walk", name])
     assert not (walks / "x.webp").exists()
 
 

@@ -43,6 +43,17 @@ def test_positions_are_host_integers(start):
         cache_for(small())[0].write(*kv(24), start)
 
 
+@pytest.mark.parametrize("token", [torch.tensor(24), 24.0, "24", None, True])
+@pytest.mark.parametrize("call", ["evict", "truncate"])
+def test_tokens_to_forget_are_named_by_integers(call, token):
+    layer = cache_for(small())[0]
+    layer.write(*kv(24), 0)
+    layer.write(*kv(24), 24)
+    with pytest.raises(PositionError, match=r"layer 0: \S.* expected an int"):
+        getattr(layer, call)(token)
+    assert layer.held() == [(0, 48)]
+
+
 def test_a_refused_write_changes_nothing():
     cache = cache_for(small("qvg"), debug=True)[0]
     cache.write(*kv(24), 0)
@@ -60,6 +71,39 @@ def test_a_refused_write_changes_nothing():
             call()
         assert cache.status() == status
         assert all(map(torch.equal, cache.read(), before))
+
+
+@pytest.mark.parametrize("begun", [0, 1])  # chunks that are there when it happens
+@pytest.mark.parametrize("rewrite", [False, True])
+def test_a_write_that_breaks_off_between_keys_and_values_leaves_no_half_chunk(
+    monkeypatch, begun, rewrite
+):
+    layer, whole = (cache_for(small("quantwm", span_chunks=1))[0] for _ in range(2))
+    chunks = [one.passes[-1][:2] for one in chunks_of([24] * 3)]
+    for one in (layer, whole):
+        for number in range(begun):
+            one.write(*chunks[number], 24 * number)
+        if rewrite:
+            one.write(*chunks[begun], 24 * begun)
+    fill = type(layer)._fill
+
+    def break_off(self, store, *given):
+        if store is self.values:
+            raise torch.OutOfMemoryError("no memory")
+        fill(self, store, *given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(type(layer), "_fill", break_off)
+        with pytest.raises(torch.OutOfMemoryError):
+            layer.write(*chunks[2], 24 * begun)
+    layer.commit()
+    assert layer.held() == ([(0, 24 * begun)] if begun else [])
+    assert layer.read()[0].shape[1] == layer.read()[1].shape[1] == 24 * begun
+    for one in (layer, whole):
+        one.write(*chunks[begun], 24 * begun)
+        one.commit()
+    assert all(torch.equal(a, b) for a, b in zip(layer.read(), whole.read(), strict=True))
+    assert layer.nbytes == whole.nbytes
 
 
 def test_commit_is_idempotent_and_the_next_write_is_one():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from walks import Sequences
 
 from .worlds import tiny_world
 
+TRAINING = Path(__file__).parents[1] / "training"
 FRAMES, BATCH = 9, 3
 
 
@@ -91,9 +93,33 @@ def test_a_phase_has_a_window_for_each_row() -> None:
 
 
 def test_a_recipe_may_say_only_what_it_does_otherwise() -> None:
-    folder = Path(__file__).parents[1] / "training"
-    whole, rest = (read_recipe(folder / f"{name}.json") for name in ("rooms", "rooms-continued"))
+    whole, rest = (read_recipe(TRAINING / f"{name}.json") for name in ("rooms", "rooms-continued"))
     assert rest == dataclasses.replace(whole, phases=rest.phases)
     assert [phase.until for phase in rest.phases] == [0.6, 1.0]
     ends = [dataclasses.replace(phase, until=0.0) for phase in whole.phases[-2:]]
     assert [dataclasses.replace(phase, until=0.0) for phase in rest.phases] == ends
+
+
+def test_a_recipe_is_read_over_its_base(tmp_path: Path) -> None:
+    base = json.loads((TRAINING / "rooms.json").read_text())
+    (tmp_path / "rooms.json").write_text(json.dumps(base))
+    mine = tmp_path / "mine.json"
+
+    def read(**values: object) -> Recipe:
+        mine.write_text(json.dumps({"base": "rooms.json", **values}))
+        return read_recipe(mine)
+
+    whole = read_recipe(TRAINING / "rooms.json")
+    one = read(world={"channels": 64}, recording={"walks": 5}, camera_share=0.5)
+    assert one.world == dataclasses.replace(whole.world, channels=64)
+    assert one.recording == dataclasses.replace(whole.recording, walks=5)
+    assert one.camera_share == 0.5
+    for share in (-0.1, 1.5):
+        with pytest.raises(ValueError, match="camera_share"):
+            read(camera_share=share)
+    with pytest.raises(ValueError, match=r"camera_share 0\.5 and view_degrees 0"):
+        read(world={"view_degrees": 0, "view_dims": [0, 0], "rope_dims": [44, 42, 42]},
+             camera_share=0.5)  # fmt: skip
+    (tmp_path / "rooms.json").write_text(json.dumps(base | {"base": "rooms.json"}))
+    with pytest.raises(ValueError, match="expected none there"):
+        read()

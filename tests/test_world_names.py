@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import math
 import shutil
 import zipfile
 from pathlib import Path
@@ -114,11 +116,32 @@ def test_poses_come_back_to_the_nearest_step(tmp_path: Path) -> None:
     loaded = load_episodes([2, 0], path)
     assert loaded.poses is not None
     assert loaded.poses.dtype == torch.float32
-    off = (loaded.poses - poses[[2, 0]]).abs().amax((0, 1))
-    assert (off <= torch.tensor((0.5, 0.5, 0.0501))).all()
+    off = loaded.poses - poses[[2, 0]]
+    off[..., 2] = (off[..., 2] + 180) % 360 - 180  # angles of -180 to 180 come back
+    assert (off.abs().amax((0, 1)) <= torch.tensor((0.5, 0.5, 0.0501))).all()
+    assert loaded.poses[..., 2].abs().max() <= 180
     chosen = posed.select([1, 1]).poses
     assert chosen is not None
     assert torch.equal(chosen, poses[[1, 1]])
+
+
+@pytest.mark.parametrize("wrong", ["far", "nan", "camera", "names"])
+def test_walks_that_a_file_cannot_hold_leave_the_one_that_is_there(
+    tmp_path: Path, wrong: str
+) -> None:
+    path, episodes = tmp_path / "episodes.zip", tiny_episodes(3, 40)
+    save_episodes(path, episodes)
+    before = path.read_bytes()
+    poses = torch.full((3, 40, 3), {"far": 40_000.0, "nan": math.nan}.get(wrong, 1.0))
+    bad = dataclasses.replace(episodes, poses=poses)
+    if wrong == "camera":
+        bad = bad.with_camera()
+    if wrong == "names":
+        bad = dataclasses.replace(bad, names=("a", "b", "a"))
+    with pytest.raises(ConfigError, match=wrong if wrong in ("camera", "names") else "poses"):
+        save_episodes(path, bad)
+    assert path.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == [path.name]
 
 
 @pytest.mark.parametrize("damage", ["shape", "object", "garbage"])

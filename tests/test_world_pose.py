@@ -139,7 +139,13 @@ def test_a_given_camera_takes_the_place_of_the_buttons() -> None:
     assert torch.equal(alone, other[1:])  # a row keeps its own
     with pytest.raises(ConfigError, match="camera: got walks without poses"):
         episodes.with_camera()
-    for bad in (told.camera[:1], told.camera[:, :5], told.camera[..., :2], moved.log()):
+    for bad in (
+        told.camera[:1],
+        told.camera[:, :5],
+        told.camera[..., :2],
+        told.camera[0],
+        moved.log(),
+    ):
         with pytest.raises(ConfigError, match="expected finite poses"):
             video(dataclasses.replace(told, camera=bad))
     cache = PlainCache(2, TINY.window_frames * TINY.frame_tokens, torch.float32)

@@ -68,15 +68,28 @@ class Recipe:
     corrected_frames: int = 24  # most own frames at the end of a corrected row
     seed: int = 0  # of the weights, noise, order of walks, and random houses
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.camera_share <= 1 or (self.camera_share and not self.world.view_degrees):
+            raise ValueError(
+                f"a recipe has camera_share {self.camera_share} and view_degrees "
+                f"{self.world.view_degrees}: expected 0 to 1, and 0 without view_degrees"
+            )
+
 
 def read_recipe(path: Path) -> Recipe:
     """Every field of the file must be one of the above; those it leaves out keep their default.
 
-    With `base`, the name of a recipe beside it, they keep that one's.
+    With `base`, the name of a recipe beside it that has none, they keep that one's; so do the
+    fields of `world` and `recording`.
     """
     values = json.loads(path.read_text())
     if base := values.pop("base", None):
-        values = json.loads((path.parent / base).read_text()) | values
+        others = json.loads((path.parent / base).read_text())
+        if "base" in others:
+            raise ValueError(f"{path} has the base {base}, which has one too: expected none there")
+        for part in ("world", "recording"):
+            values[part] = others[part] | values.get(part, {})
+        values = others | values
     world = WorldConfig.from_dict(values.pop("world"))
     recording = values.pop("recording")
     recording = Recording(**recording | {"maps": tuple(recording["maps"])})

@@ -30,6 +30,7 @@ __all__ = [
     "check_pair",
     "check_position",
     "check_span",
+    "checked_token",
     "resolve_device",
 ]
 
@@ -168,15 +169,20 @@ def calibration_of(
     return None
 
 
-def check_position(start: object, layer: int, open_range: tuple[int, int] | None, end: int) -> int:
-    """`start` as an int if it rewrites the open chunk or follows the newest; else PositionError."""
+def checked_token(name: str, token: object, layer: int) -> int:
+    """The number of a token as an int; PositionError for anything else."""
     # A tensor could be read, but that would sync the host, in every layer of every pass.
-    if isinstance(start, (Tensor, bool)) or not isinstance(start, SupportsIndex):
+    if isinstance(token, (Tensor, bool)) or not isinstance(token, SupportsIndex):
         raise PositionError(
-            f"layer {layer}: start is a {type(start).__name__}: expected an int; "
+            f"layer {layer}: {name} is a {type(token).__name__}: expected an int; "
             "read a device tensor once a chunk, not once a layer"
         )
-    position = operator.index(start)
+    return operator.index(token)
+
+
+def check_position(start: object, layer: int, open_range: tuple[int, int] | None, end: int) -> int:
+    """`start` as an int if it rewrites the open chunk or follows the newest; else PositionError."""
+    position = checked_token("start", start, layer)
     if open_range is not None and position in open_range:
         return position
     if open_range is None and position == end:

@@ -14,6 +14,7 @@ from steadykv.cache.checks import (
     check_finite,
     check_position,
     check_span,
+    checked_token,
     resolve_device,
 )
 from steadykv.cache.isolation import isolated
@@ -114,7 +115,7 @@ class LayerCache:
         Allocates K and V of a new chunk, and without kernels for a moment a byte per number of K.
         Raises PositionError for any other start, ShapeError, ConfigError for a policy whose spans
         turn out not to fit into the window, and NonFiniteError in debug mode; then nothing of it
-        was stored.
+        was stored. If anything else stops it, the open chunk is gone: write it again.
         """
         self.geometry.check("k", k, self.batch)
         self.geometry.check("v", v, self.batch)
@@ -130,9 +131,15 @@ class LayerCache:
         if self.progress.open is not None and start == self.progress.open[1]:
             self.commit()
         self._slide(self.progress.first_in_window(end))
+        self.progress.open = None
+        try:
+            for store, tensor in ((self.keys, k), (self.values, v)):
+                self._fill(store, tensor, start, end)
+        except BaseException:  # where memory runs out between the two: half a chunk is none
+            for store, _ in self._sides():
+                store.drop_where(lambda s: s.role == "open")
+            raise
         self.batch, self.progress.open = k.shape[0], (start, end)
-        for store, tensor in ((self.keys, k), (self.values, v)):
-            self._fill(store, tensor, start, end)
         if self.stats is not None and not observed:
             self.stats.begin_pass()
         self._account(transient=k.numel())
@@ -151,7 +158,7 @@ class LayerCache:
         for store, codec in self._sides():
             self._append_pieces(store, codec, store.take_last(), pieces)
         # A chunk that is cut at a border is copied, one tensor at a time.
-        self._account(0 if len(pieces) == 1 else self._dense_nbytes(end - start))
+        self._account((len(pieces) > 1) * self.geometry.nbytes(self.batch or 1, end - start))
         if self.stats is not None:
             self.stats.end_chunk(pieces[-1].group)
         self._settle_queries()
@@ -247,8 +254,9 @@ class LayerCache:
         """Release committed tokens before `end`, but for the sink: the window starts there.
 
         A packed span is freed when all of its tokens have left. Nothing comes back. Without
-        effect where the window has moved further already.
+        effect where the window has moved further already. Raises PositionError for no int.
         """
+        end = checked_token("evict before", end, self.layer)
         self._slide(max(self.progress.window_start, min(end, self.progress.end)))
 
     @isolated
@@ -258,6 +266,7 @@ class LayerCache:
         start: 0, or where a committed chunk ended and no packed span goes on; else PositionError.
         Queries that were waiting for a span join the statistics.
         """
+        start = checked_token("truncate", start, self.layer)
         crossed = any(s.start < start < s.end for store, _ in self._sides() for s in store.segments)
         if crossed or not self.progress.can_truncate(start):
             raise PositionError(
@@ -382,9 +391,6 @@ class LayerCache:
             if group not in needed:
                 self.stats.settle(group)
                 self._account(self.stats.fold_nbytes)
-
-    def _dense_nbytes(self, tokens: int) -> int:
-        return self.geometry.nbytes(self.batch or 1, tokens)
 
     def _account(self, transient: int = 0) -> None:
         """Tell the meter what is held now, and what a step allocated beside it."""

@@ -6,12 +6,14 @@ import dataclasses
 import io
 import json
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 
 from steadykv.errors import ConfigError, PayloadError
@@ -25,6 +27,9 @@ DAMAGE = (
     ValueError,
     RuntimeError,
     OverflowError,
+    IndexError,
+    EOFError,
+    zlib.error,
     zipfile.BadZipFile,
     Image.DecompressionBombError,
 )
@@ -79,8 +84,41 @@ POSE_STEPS = (1.0, 1.0, 0.1)  # poses are stored as whole map units and tenths o
 def save_episodes(path: Path, episodes: Episodes) -> int:
     """Write a zip of one lossless PNG strip a row, one JSON list, and `poses.npy` if known.
 
-    Returns the file's bytes.
+    Angles are stored within -180 to 180 degrees. Returns the file's bytes. Raises ConfigError for
+    names that are not different, for a `camera`, which has no place in it, and for poses that are
+    not finite or lie beyond 32,767 map units; then a file that was there stays as it is.
     """
+    poses = None if episodes.poses is None else _stored_poses(episodes.poses)
+    if episodes.camera is not None:
+        raise ConfigError("camera: got one, expected none; save poses, and use with_camera() later")
+    if len(set(episodes.names)) != len(episodes.frames):
+        raise ConfigError(
+            f"names: got {episodes.names}, expected a different one for each of "
+            f"{len(episodes.frames)} rows"
+        )
+    temporary = path.with_name(f".{path.name}.part")
+    try:
+        _write_archive(temporary, episodes, poses)
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return path.stat().st_size
+
+
+def _stored_poses(poses: torch.Tensor) -> NDArray[np.int16]:
+    """Whole steps of POSE_STEPS [B,N,3]. Raises ConfigError."""
+    x, y, angle = poses.cpu().double().unbind(-1)
+    wrapped = torch.stack((x, y, (angle + 180).remainder(360) - 180), -1)
+    steps = (wrapped / torch.tensor(POSE_STEPS, dtype=torch.float64)).round()
+    if not bool((steps.abs() < 1 << 15).all()):  # NaN is not, either
+        raise ConfigError(
+            "poses: got some that are not finite or beyond 32,767 map units, expected what a map "
+            "holds; leave them out or count them from another origin"
+        )
+    return steps.to(torch.int16).numpy()
+
+
+def _write_archive(path: Path, episodes: Episodes, poses: NDArray[np.int16] | None) -> None:
     rows = []
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for name, frames, actions in zip(
@@ -91,12 +129,10 @@ def save_episodes(path: Path, episodes: Episodes) -> int:
             archive.writestr(f"{name}.png", png.getvalue())
             rows.append({"name": name, "frames": len(frames), "actions": actions.tolist()})
         archive.writestr("episodes.json", json.dumps(rows), zipfile.ZIP_DEFLATED)
-        if episodes.poses is not None:
-            steps = torch.tensor(POSE_STEPS)
+        if poses is not None:
             npy = io.BytesIO()
-            np.save(npy, (episodes.poses.cpu() / steps).round().to(torch.int16).numpy())
+            np.save(npy, poses)
             archive.writestr("poses.npy", npy.getvalue(), zipfile.ZIP_DEFLATED)
-    return path.stat().st_size
 
 
 def load_episodes(which: int | Sequence[int] = 64, path: str | Path | None = None) -> Episodes:

@@ -144,6 +144,7 @@ def _check_request(config: WorldConfig, episodes: Episodes, frames: int) -> None
     camera = episodes.camera
     if camera is not None and (
         not config.view_degrees
+        or camera.ndim != 3
         or camera.shape[::2] != (len(episodes), 3)
         or camera.shape[1] < got[0] + frames
         or not bool(torch.isfinite(camera).all())
