@@ -188,5 +188,6 @@ class Bench(Rollouts):
             "walk": one.track.name, "start": one.start, "seed": seed, "method": method,
             "window": window, "budget_window": "" if budget is None else budget,
             "frames": " ".join(map(str, one.frames)), "gap": float(np.mean(gaps)),
+            "away": round(one.away, 3),
             "seen_in_window": float(np.mean(inside)),
         }  # fmt: skip

@@ -5,7 +5,8 @@
 
 Shows the generated frames of every video that `--videos FOLDER` of benchmarks.memory_long or
 benchmarks.memory kept of one rollout (`--walk WALK` or `WALK@START`), beside the true frames, with
-the PSNR over all that are shown.
+the PSNR over all that are shown; of `--part FIRST LAST` alone, if given, counted from the first
+generated one.
 """
 
 from __future__ import annotations
@@ -73,18 +74,23 @@ def true_frames(walks: Path, rollout: str, prime: int, count: int) -> NDArray[np
 
 
 def film(
-    true: NDArray[np.uint8], videos: Sequence[Kept], prime: int, factor: int
+    true: NDArray[np.uint8],
+    videos: Sequence[Kept],
+    prime: int,
+    factor: int,
+    part: slice = slice(None),
 ) -> NDArray[np.uint8]:
-    """[T, H', W', 3]: the true frames first, then every video, from frame `prime` on."""
-    shown, captions = {TRUE: true[prime:]}, {TRUE: ["true frames", ""]}
+    """[T, H', W', 3]: true frames first, then every video, a `part` of what follows `prime`."""
+    real = true[prime:][part]
+    shown, captions = {TRUE: real}, {TRUE: ["true frames", ""]}
     for one in videos:
         if not np.array_equal(one.frames[:prime], true[:prime]):
             raise ConfigError(
                 f"--prime: got {prime}, but {one.method} with {one.window} frames does not begin "
                 "with so many true ones of these walks; give what the benchmark was given"
             )
-        made = one.frames[prime:]
-        error = np.square(made.astype(float) - true[prime:]).mean()
+        made = one.frames[prime:][part]
+        error = np.square(made.astype(float) - real).mean()
         key = f"{one.method} {one.window} {one.seed}"
         shown[key] = made
         captions[key] = [
@@ -114,6 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--walk", required=True, help="WALK, or WALK@START for a moment")
     add("--image", type=Path, required=True, help="where the animated WebP goes")
     add("--prime", type=int, default=96, help="true frames before the generated ones")
+    add("--part", type=int, nargs=2, metavar=("FIRST", "LAST"), help="which of those; default: all")
     add("--factor", type=int, default=3, help="a pixel becomes so many wide and high")
     add("--fps", type=float, default=8)
     add("--quality", type=int, default=60)
@@ -129,8 +136,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"--prime: got {given.prime} with videos of {sorted(lengths)} frames; expected one "
             "length above it: one run's"
         )
-    true = true_frames(given.walks, given.walk, given.prime, max(lengths) - given.prime)
-    sheet = film(true, videos, given.prime, given.factor)
+    count = max(lengths) - given.prime
+    first, last = given.part or (0, count)
+    if not 0 <= first < last <= count:
+        raise ConfigError(f"--part: got {first} {last}, expected a part of the {count} frames")
+    true = true_frames(given.walks, given.walk, given.prime, count)
+    sheet = film(true, videos, given.prime, given.factor, slice(first, last))
     save_webp(given.image, sheet, given.fps, given.quality)
     print(f"{given.image}: {len(sheet)} frames, {given.image.stat().st_size:,} bytes")
 

@@ -1,7 +1,10 @@
 """What the rows of benchmarks.memory say: means over walks, and differences from one setting.
 
     python -m benchmarks.memory_table rows.csv --against bf16 24
+    python -m benchmarks.memory_table rows.csv --against bf16 24 --away 0 12
+    python -m benchmarks.memory_table long.csv --against bf16 18     # of benchmarks.memory_long
 
+`--away LOW HIGH`: only moments whose views come back so many map units from where they were seen.
 The moments and seeds of a walk are averaged first, so that every walk counts once; intervals (95 %)
 are bootstrapped over walks. PSNR and LPIPS are against the true frames.
 """
@@ -89,6 +92,14 @@ def table(rows: Sequence[Row], against: Setting) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def within(rows: Sequence[Row], low: float, high: float) -> list[Row]:
+    """Those whose views come back at least `low` and less than `high` map units away."""
+    near = [row for row in rows if low <= float(row["away"]) < high]
+    if not near:
+        raise ConfigError(f"--away: got {low:g} {high:g}, expected a range in which some come back")
+    return near
+
+
 def caveats(walks: int) -> list[str]:
     """What to say of intervals over so many walks."""
     if walks >= FEW_EPISODES:
@@ -113,10 +124,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("rows", type=Path, help="CSV of benchmarks.memory, .gz or not")
+    parser.add_argument("rows", type=Path, help="CSV of one of the two, .gz or not")
     parser.add_argument("--against", nargs=2, default=["bf16", "24"], metavar=("METHOD", "WINDOW"))
+    parser.add_argument("--away", nargs=2, type=float, metavar=("LOW", "HIGH"), help="map units")
     given = parser.parse_args(arguments)
-    print(summary(csv_rows(given.rows), (given.against[0], int(given.against[1]))))
+    rows: Sequence[Row] = csv_rows(given.rows)
+    against = given.against[0], int(given.against[1])
+    columns = set(rows[0]) if rows else set[str]()
+    is_long = "part" in columns
+    needed = {"walk", "seed", "method", "window", "resident_bytes"}
+    needed |= {"measure", "value"} if is_long else {"start", "psnr", "lpips"}
+    needed |= {"away"} if given.away else set()
+    if missing := needed - columns:
+        raise ConfigError(
+            f"{given.rows}: got no {', '.join(sorted(missing))}, expected those of "
+            "benchmarks.memory or benchmarks.memory_long"
+        )
+    if given.away:
+        rows = within(rows, *given.away)
+    if is_long:
+        from benchmarks import memory_long  # which imports this module
+
+        print(memory_long.table(rows, against))
+    else:
+        print(summary(rows, against))
 
 
 if __name__ == "__main__":

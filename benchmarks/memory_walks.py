@@ -84,6 +84,13 @@ class Moment:
     seen: tuple[int, ...]
 
     @property
+    def away(self) -> float:
+        """How far from where a view was seen it comes back: map units, the mean over frames."""
+        places = self.track.poses[:, :2].astype(float)
+        apart = places[list(self.frames)] - places[list(self.seen)]
+        return float(np.linalg.norm(apart, axis=1).mean())
+
+    @property
     def name(self) -> str:
         """Of the walk and the place in it: what the noise of the rollout depends on."""
         return f"{self.track.name}@{self.start}"

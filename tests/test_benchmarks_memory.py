@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import math
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks import memory
+from benchmarks import memory, memory_table
 from benchmarks.memory_table import by_walk, summary
 from benchmarks.memory_walks import Track, in_turns, load_moments, moments_of, read_tracks
 from benchmarks.memory_windows import When, largest_window, planned_bytes
@@ -19,6 +20,7 @@ from steadykv.config import CacheConfig, parse_method, preset
 from steadykv.errors import ConfigError, PayloadError
 from steadykv.evaluation.aggregate import capped_psnr
 from steadykv.evaluation.metrics.lpips import lpips_by_frame
+from steadykv.evaluation.results import write_csv
 from steadykv.evaluation.rollouts import run_batch
 from tests.recorded_walks import POSES, TINY, walks_of_a_tiny_world, write_walks
 from tests.worlds import tiny_episodes, tiny_world
@@ -223,6 +225,11 @@ def test_rows_of_moments_methods_and_windows(
         error = (clip[66:].double() - source.double()).square().mean()
         assert float(row["psnr"]) == pytest.approx(float(capped_psnr(error.numpy())))
         assert (row["walk"], row["start"]) == (one.track.name, "70")
+        ways = [
+            math.dist(one.track.poses[frame, :2].tolist(), one.track.poses[place, :2].tolist())
+            for frame, place in zip(one.frames, one.seen, strict=True)
+        ]
+        assert float(row["away"]) == pytest.approx(sum(ways) / len(ways), abs=1e-3)
     for row, number in zip(rows[6:], list(range(3)) * 6, strict=True):
         name = f"{row['walk']}@{row['start']}-{row['method']}-{row['window']}-{row['seed']}.npy"
         video = torch.from_numpy(np.load(raw / name))
@@ -315,3 +322,22 @@ def test_every_walk_counts_once_and_differences_are_paired() -> None:
         summary(rows[:-1], ("bf16", 24))
     with pytest.raises(ConfigError, match="expected one of: bf16 24, qvg 24"):
         summary(rows, ("bf16", 21))
+
+
+def test_a_table_of_what_comes_back_near_by(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "rows.csv"
+    rows = [row("bf16", "a", 1, 20.0), row("bf16", "a", 2, 30.0), row("bf16", "b", 1, 10.0)]
+    for one, away in zip(rows, (3.0, 12.0, 40.0), strict=True):
+        one["away"] = away
+    write_csv(path, rows)
+    memory_table.main([str(path), "--away", "0", "12"])
+    assert "| bf16 | 24 | 1.00 | 20.00 | 0.2000 |" in capsys.readouterr().out
+    memory_table.main([str(path), "--away", "12", "41"])
+    assert "2 walks, 2 moments" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="--away: got 41 50"):
+        memory_table.main([str(path), "--away", "41", "50"])
+    write_csv(path, [{"method": "bf16", "psnr": 1}])
+    with pytest.raises(ConfigError, match="got no lpips, resident_bytes, seed, start, walk, win"):
+        memory_table.main([str(path)])

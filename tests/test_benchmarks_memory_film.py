@@ -47,6 +47,9 @@ def test_videos_stand_beside_the_true_frames(
         part = sheet[:, 4 : 4 + height, left : left + width]
         assert np.array_equal(part, one.repeat(2, 1).repeat(2, 2)), number
 
+    part = memory_film.film(true, videos, 30, 2, slice(2, 6))
+    assert np.array_equal(part[:, :, : 4 + width], sheet[2:6, :, : 4 + width])
+
     image = walks / "pages" / "film.webp"
     given = ["--walks", str(walks), "--videos", str(kept), "--walk", name, "--prime", "30"]
     memory_film.main([*given, "--image", str(image), "--factor", "2", "--fps", "10"])
@@ -79,6 +82,12 @@ def test_what_cannot_be_shown_is_refused(walks: Path) -> None:
     np.save(kept / f"{name}-bf16-12-0.npy", true[::-1])
     with pytest.raises(ConfigError, match="bf16 with 12 frames does not begin"):
         memory_film.main([*given, "--walk", name, "--prime", "30"])
+    np.save(kept / f"{name}-bf16-12-0.npy", true)
+    for first, last in ((-1, 6), (6, 6), (0, 13)):
+        with pytest.raises(ConfigError, match="--part: got"):
+            memory_film.main(
+                [*given, "--walk", name, "--prime", "30", "--part", f"{first}", f"{last}"]
+            )
     for wrong in (["--factor", "0"], ["--fps", "0"], ["--quality", "101"], ["--image", str(walks)]):
         with pytest.raises(SystemExit):
             memory_film.main([*given, "--walk", name, *wrong])
