@@ -176,7 +176,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--absent", type=float, nargs=2, default=list(UNSEEN), metavar=("UNITS", "DEGREES"),
         help="they lack it beyond either")  # fmt: skip
     add("--apart", type=int, default=24, help="frames between the moments of a walk")
-    return with_reference(parser.parse_args(arguments))
+    return with_reference(parser, parser.parse_args(arguments))
 
 
 def add_settings(parser: argparse.ArgumentParser) -> None:
@@ -202,8 +202,20 @@ def add_settings(parser: argparse.ArgumentParser) -> None:
     add("--csv", type=Path, help="where the rows go")
 
 
-def with_reference(given: argparse.Namespace) -> argparse.Namespace:
-    """BF16 always runs, and with its shortest window is what others are compared with."""
+def with_reference(
+    parser: argparse.ArgumentParser, given: argparse.Namespace
+) -> argparse.Namespace:
+    """BF16 always runs, and with its shortest window is what others are compared with.
+
+    Ends the program where a number must be above 0 and is not.
+    """
+    for name in ("batch", "threads", "moments", "count", "apart", "longest"):
+        if getattr(given, name, None) is not None and getattr(given, name) < 1:
+            parser.error(f"--{name} is {getattr(given, name)}: expected 1 or more")
+    if given.csv is not None and given.csv.is_dir():
+        parser.error(f"--csv is the folder {given.csv}: expected a file")
+    if given.videos is not None and given.videos.exists() and not given.videos.is_dir():
+        parser.error(f"--videos is the file {given.videos}: expected a folder")
     if given.against is None:
         given.against = [REFERENCE, str(min(given.windows))]
     if REFERENCE not in given.methods:

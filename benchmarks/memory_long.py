@@ -162,7 +162,7 @@ def options(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--part", type=int, default=96, help="frames measured together")
     add("--stride", type=int, default=8, help="every so many frames have their LPIPS taken")
     add("--count", type=int, help="so many walks; default: all")
-    given = with_reference(parser.parse_args(arguments))
+    given = with_reference(parser, parser.parse_args(arguments))
     if given.stride < 1 or given.part < 1 or given.part % given.stride:
         parser.error(f"--part {given.part} is no multiple of --stride {given.stride}")
     if given.part > given.frames:

@@ -7,6 +7,7 @@ it and as a return is in `steadykv.evaluation.revisits`.
 
 from __future__ import annotations
 
+import zipfile
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,7 +51,9 @@ def read_tracks(folder: Path) -> list[Track]:
         try:
             with np.load(path, allow_pickle=False) as file:
                 actions, lengths, poses = (file[name] for name in PARTS)
-        except (OSError, KeyError, ValueError) as error:
+            if not len(actions) == len(poses) == lengths.sum() or not np.isfinite(poses).all():
+                raise ValueError("their lengths do not fit, or poses are not finite")
+        except (OSError, EOFError, KeyError, TypeError, ValueError, zipfile.BadZipFile) as error:
             reason = str(error).partition("\n")[0]
             raise PayloadError(
                 f"{path}: got no walks with poses ({reason}); expected {', '.join(PARTS)}: record "

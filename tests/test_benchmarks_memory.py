@@ -46,6 +46,28 @@ def test_walks_lie_one_behind_the_other(tmp_path: Path) -> None:
     np.savez(tmp_path / "heldout-mazes-000.npz", frames=[0], actions=[0], lengths=[1])
     with pytest.raises(PayloadError, match="no walks with poses"):
         read_tracks(tmp_path)
+    two = {"frames": [0, 0], "actions": [0, 0], "lengths": [2]}
+    for poses in (np.zeros((3, 3)), np.full((2, 3), np.nan)):
+        np.savez(tmp_path / "heldout-mazes-000.npz", poses=poses, **two)
+        with pytest.raises(PayloadError, match="lengths do not fit"):
+            read_tracks(tmp_path)
+    (tmp_path / "heldout-mazes-000.npz").write_bytes(b"PK\x03\x04 cut off")
+    with pytest.raises(PayloadError, match="no walks with poses"):
+        read_tracks(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [["--batch", "-1"], ["--threads", "0"], ["--moments", "0"], ["--longest", "0"], ["--csv", "."],
+     ["--videos", __file__]],
+    ids=lambda words: words[0],
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused_before_anything_runs(
+    tmp_path: Path, wrong: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        memory.main(["--walks", str(tmp_path), *wrong])
+    assert f"{wrong[0]} is " in capsys.readouterr().err
 
 
 def test_a_moment_returns_to_what_the_true_frames_saw_and_the_last_did_not() -> None:

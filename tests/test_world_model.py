@@ -291,7 +291,7 @@ def test_rollout_counts_its_chunks() -> None:
     ("arguments", "error", "word"),
     [
         ({"frames": 10}, ConfigError, "multiple of 3"),
-        ({"frames": 0}, ConfigError, "multiple of 3"),
+        ({"frames": 0}, ConfigError, "multiple of 3; try 3"),
         ({"frames": 60}, ShapeError, "actions"),
         ({"frames": 9, "seeds": [1]}, ShapeError, "seeds"),
         ({"frames": 9, "attention": "flash"}, ConfigError, "attention"),
@@ -319,6 +319,10 @@ def test_episodes_of_another_world_are_named() -> None:
     unknown = dataclasses.replace(episodes, actions=episodes.actions + 16)
     with pytest.raises(ConfigError, match="actions"):
         rollout(world, unknown, PlainCache(2), 9)
+    for name in ("frames", "actions", "camera"):
+        listed = dataclasses.replace(episodes, **{name: [[0]]})
+        with pytest.raises(ShapeError, match=f"got {name} of type list"):
+            rollout(world, listed, PlainCache(2), 9)
 
 
 def test_a_model_that_breaks_down_is_named() -> None:
@@ -357,6 +361,10 @@ def test_noise_of_a_row_is_its_own() -> None:
         {"window_frames": 10},
         {"noise_levels": (0.1, 0.5)},
         {"noise_levels": (0.0, 0.5, 0.5)},
+        {"noise_levels": (0.0, float("nan"))},
+        {"commit_time": 1.5},
+        {"commit_time": float("nan")},
+        {"rope_theta": -1.0},
     ],
 )
 def test_bad_geometry_is_refused(bad: dict[str, Any]) -> None:

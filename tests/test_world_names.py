@@ -79,6 +79,11 @@ def test_a_world_that_is_not_there_is_refused(load, folder: Path) -> None:  # ty
     load("mazes")
 
 
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="device is 'zzz': expected one"):
+        load_world(device="zzz")
+
+
 def test_walks_of_a_named_world() -> None:
     other = Path("other.zip")
     assert shipped.walks_of("rooms", None) == "rooms"

@@ -24,6 +24,7 @@ from steadykv.world.pose import walk_poses
 from steadykv.world.tokenizer import Tokenizer
 
 SHORTEST, LONGEST = RETURN_FRAMES
+STARTS, COUNT = (30, 300, 600), 120  # where reckoning begins, and for how many frames
 LEAD = 20  # frames of buttons that tell a walker's speed
 
 
@@ -100,11 +101,11 @@ def show_returns(kind: str, walks: list[Recorded]) -> None:
 def show_reckoning(walks: list[Recorded]) -> None:
     """How exact the buttons are as a record of headings and places."""
     for told, lead, starts in (
-        ("of walkers whose last 20 frames are known", LEAD, (30, 300, 600)),
-        ("of walkers already under way", 0, (30, 300, 600)),
+        ("of walkers whose last 20 frames are known", LEAD, STARTS),
+        ("of walkers already under way", 0, STARTS),
         ("of walks from their beginning", 0, (0,)),
     ):
-        found = [reckoning(walk, start, 120, lead) for walk in walks for start in starts]
+        found = [reckoning(walk, start, COUNT, lead) for walk in walks for start in starts]
         off, wrong = (np.array(part) for part in zip(*found, strict=True))
         medians = {n: round(float(np.median(off[:, n - 1])), 2) for n in (10, 60, 120)}
         print(
@@ -173,6 +174,11 @@ def main() -> None:
     held_out = list(read_walks(arguments.walks, "heldout"))
     if not held_out:
         raise SystemExit(f"{arguments.walks}: got no held-out walks, expected some: run data.py")
+    if (shortest := min(len(walk.frames) for walk in held_out)) < STARTS[-1] + COUNT:
+        raise SystemExit(
+            f"{arguments.walks}: got a held-out walk of {shortest} frames, expected "
+            f"{STARTS[-1] + COUNT} or more: record them again with data.py"
+        )
     show_returns("held out", held_out)
     if training := list(read_walks(arguments.walks, "train")):
         show_returns("training", training)

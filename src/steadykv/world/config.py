@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +53,13 @@ class WorldConfig:
                 raise ConfigError(
                     f"{field.name}: got {value!r}, expected a whole number of at least {least}"
                 )
+        times = (*self.noise_levels, self.commit_time)
+        if not all(0 <= time <= 1 for time in times) or not 0 < self.rope_theta < math.inf:
+            raise ConfigError(
+                f"noise_levels, commit_time, rope_theta: got {self.noise_levels}, "
+                f"{self.commit_time} and {self.rope_theta}, expected flow times from 0 to 1 and a "
+                "base above 0"
+            )
         if self.image_height % self.patch or self.image_width % self.patch:
             raise ConfigError(
                 f"patch: got {self.patch}, expected a divisor of {self.image_height} and "

@@ -127,8 +127,15 @@ def _check_request(config: WorldConfig, episodes: Episodes, frames: int) -> None
     if frames < size or frames % size:
         raise ConfigError(
             f"frames: got {frames}, expected a positive multiple of {size}; "
-            f"try {-(-frames // size) * size}"
+            f"try {max(size, -(-frames // size) * size)}"
         )
+    parts = {"frames": episodes.frames, "actions": episodes.actions, "camera": episodes.camera}
+    for name, part in parts.items():
+        if not isinstance(part, torch.Tensor) and (name != "camera" or part is not None):
+            raise ShapeError(
+                f"episodes: got {name} of type {type(part).__name__}, expected a tensor; "
+                "use load_episodes, or torch.as_tensor"
+            )
     shape = (size, config.image_height, config.image_width, 3)
     got = tuple(episodes.frames.shape[1:])
     if got[1:] != shape[1:] or not got[0] or got[0] % size:

@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from steadykv.cache.checks import resolve_device
 from steadykv.errors import PayloadError
 from steadykv.world.config import WorldConfig
 from steadykv.world.model import WorldModel
@@ -110,9 +111,10 @@ def load_world(
     """The shipped model of that name ("mazes", the default, or "rooms") or of a file.
 
     It is in evaluation mode, lies on `device` and computes in `dtype`. Raises ConfigError for a
-    string that is neither a name nor a file, and for a world that is not installed; PayloadError
-    for a file that holds no world weights.
+    string that is neither a name nor a file, for a world that is not installed and for a device
+    that is not there; PayloadError for a file that holds no world weights.
     """
+    device = resolve_device(device)
     source = chosen_file(path, "weights")
     with nullcontext(source) if isinstance(source, Path) else resources.as_file(source) as file:
         config, state, _ = read_world(file)
