@@ -141,25 +141,25 @@ def live_tensor_bytes() -> int:
 
 @pytest.mark.parametrize("method", CACHE_METHODS)
 def test_memory_stays_flat_over_a_long_roll(method):
-    """90 chunks: tensors that live, objects and the peak are those of the first windows."""
+    """60 chunks: tensors that live, objects and the peak are those of the first windows."""
     pattern = chunks_of([24] * 4, passes=1)
     before = live_tensor_bytes()
     cache = cache_for(small(method, span_chunks=2, window_frames=10, sink_frames=3))
     seen = []
-    for number in range(90):
+    for number in range(60):
         k, v, q = pattern[number % 4].passes[0]
         cache[0].write(k, v, 24 * number)
         cache[0].observe_queries(q)
         cache[0].read()
-        if number % 18 == 17:
+        if number % 12 == 11:
             held = live_tensor_bytes() - before
             assert held == cache.nbytes
             seen.append((held, len(gc.get_objects()), cache.ledger().peak_bytes))
     assert len({(held, peak) for held, _, peak in seen}) == 1
     assert abs(seen[-1][1] - seen[1][1]) < 50
-    assert cache[0].spans() == [(0, 24), (90 * 24 - 56, 90 * 24)]
+    assert cache[0].spans() == [(0, 24), (60 * 24 - 56, 60 * 24)]
     # All but the open chunk and at most one that waits.
-    assert cache[0].encoded_tokens >= (0 if method in DENSE_METHODS else (90 - 2) * 24)
+    assert cache[0].encoded_tokens >= (0 if method in DENSE_METHODS else (60 - 2) * 24)
 
 
 # --- peak -----------------------------------------------------------------------------------------
