@@ -54,7 +54,7 @@ def draw(
                                    height_ratios=[1.25, 1])  # fmt: skip
     for measure, points in panels.items():
         axes = places[measure.column]
-        _style(axes, measure.title)
+        style(axes, measure.title, "bits per stored number: lower is smaller")
         if measure.column == "flicker_error":
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -85,7 +85,7 @@ def draw(
     return figure
 
 
-def _style(axes: Axes, title: str) -> None:
+def style(axes: Axes, title: str, below: str) -> None:
     """As the report's figures look."""
     axes.set_facecolor(PAPER)
     for side in ("top", "right", "left"):
@@ -94,7 +94,7 @@ def _style(axes: Axes, title: str) -> None:
     axes.grid(axis="y", color=LINE, linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(which="both", colors=DIM, length=0, labelsize=9)
-    axes.set_xlabel("bits per stored number: lower is smaller", color=DIM, fontsize=9)
+    axes.set_xlabel(below, color=DIM, fontsize=9)
     axes.set_title(title, loc="left", color=DIM, fontsize=10)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import memory_long, memory_table
+from benchmarks import memory_curves, memory_long, memory_table
 from benchmarks.files import csv_rows
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -48,6 +48,15 @@ def test_what_comes_back_near_by_is_as_the_rows_say(away: tuple[float, float]) -
 @pytest.mark.parametrize(("name", "count"), [("turns", 12), ("walking", 6)])
 def test_long_rollouts_are_as_the_rows_say(name: str, count: int) -> None:
     text = memory_long.table(csv_rows(RESULTS / f"memory-rooms-{name}.csv.gz"), ("bf16", 18))
+    lines = [line for line in text.splitlines() if line.startswith("| ")][2:]
+    assert len(lines) == count
+    for line in lines:
+        assert line in PAGE
+
+
+@pytest.mark.parametrize(("name", "count"), [("turns", 4), ("walking", 2)])
+def test_drifts_are_as_the_rows_say(name: str, count: int) -> None:
+    text = memory_curves.table(csv_rows(RESULTS / f"memory-rooms-{name}.csv.gz"), ("bf16", 18))
     lines = [line for line in text.splitlines() if line.startswith("| ")][2:]
     assert len(lines) == count
     for line in lines:
