@@ -96,6 +96,11 @@ def test_a_recipe_may_say_only_what_it_does_otherwise() -> None:
     whole, rest = (read_recipe(TRAINING / f"{name}.json") for name in ("rooms", "rooms-continued"))
     assert rest == dataclasses.replace(whole, phases=rest.phases)
     assert [phase.until for phase in rest.phases] == [0.6, 1.0]
+    camera, returns = (
+        read_recipe(TRAINING / f"rooms-{name}.json") for name in ("camera", "returns")
+    )
+    assert camera == dataclasses.replace(rest, camera_share=0.75)
+    assert returns == dataclasses.replace(camera, returns_share=0.5)
     ends = [dataclasses.replace(phase, until=0.0) for phase in whole.phases[-2:]]
     assert [dataclasses.replace(phase, until=0.0) for phase in rest.phases] == ends
 

@@ -65,6 +65,7 @@ class Recipe:
     own_frames: int = 48  # length of the model's own rollouts
     own_every: int = 60  # steps after which they are made anew
     camera_share: float = 0.0  # sequences told the simulator's poses; others reckon from buttons
+    returns_share: float = 0.0  # sequences chosen for the views that come back in them (houses)
     corrected_frames: int = 24  # most own frames at the end of a corrected row
     seed: int = 0  # of the weights, noise, order of walks, and random houses
 
@@ -74,6 +75,8 @@ class Recipe:
                 f"a recipe has camera_share {self.camera_share} and view_degrees "
                 f"{self.world.view_degrees}: expected 0 to 1, and 0 without view_degrees"
             )
+        if not 0 <= self.returns_share <= 1:
+            raise ValueError(f"a recipe has returns_share {self.returns_share}: expected 0 to 1")
 
 
 def read_recipe(path: Path) -> Recipe:

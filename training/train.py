@@ -318,7 +318,12 @@ def main() -> None:
     arguments.out.mkdir(parents=True, exist_ok=True)
 
     walks = Walks(
-        arguments.walks, process.device, arguments.capacity, recipe.world, recipe.camera_share
+        arguments.walks,
+        process.device,
+        arguments.capacity,
+        recipe.world,
+        recipe.camera_share,
+        recipe.returns_share,
     )
     course = Course(learner, recipe, walks, process)
     if not arguments.tiny:

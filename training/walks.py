@@ -10,9 +10,22 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from steadykv.evaluation.revisits import returning
 from steadykv.world.config import WorldConfig
 from steadykv.world.pose import walk_poses
+
+CANDIDATES = 8
+ASIDE = 8.0
+"""Map units: a view that comes back nearer than this to where it was seen needs no parallax."""
+
+
+def comes_back(poses: NDArray[np.float32]) -> NDArray[np.int64]:
+    """`returning` of a walk's poses [T,3], of views that are seen again from aside alone."""
+    seen = returning(poses)
+    apart = np.hypot(*(poses[:, :2] - poses[seen, :2]).T)
+    return np.where(apart > ASIDE, seen, -1)
 
 
 class Sequences(NamedTuple):
@@ -28,7 +41,8 @@ class Walks:
 
     Holds at most `capacity` frames; files beyond that are left out. Frames larger than the model's
     (a tiny model's on a CPU) are cropped. Of `camera_share` of the sequences the simulator's poses
-    are told, of the others what is reckoned from their buttons.
+    are told, of the others what is reckoned from their buttons. `returns_share` of all sequences are
+    the best of `CANDIDATES` drawn: those in which most views come back from aside (`comes_back`).
     """
 
     def __init__(
@@ -38,12 +52,15 @@ class Walks:
         capacity: int,
         config: WorldConfig,
         camera_share: float = 0.0,
+        returns_share: float = 0.0,
     ):
         size = (config.image_height, config.image_width)
         self.frames = torch.empty(capacity, *size, 3, dtype=torch.uint8, device=device)
         self.actions = torch.zeros(capacity, dtype=torch.int64, device=device)
         self.poses = torch.zeros(capacity, 3, device=device)
-        self.camera_share = camera_share
+        self.camera_share, self.returns_share = camera_share, returns_share
+        # of every frame that shows a view again: the frame that saw it last; else -1
+        self.seen = np.full(capacity if returns_share else 0, -1)
         self.spans: list[tuple[int, int]] = []  # (first frame, count) of each loaded walk
         self.used, self.folder, self.lock = 0, folder, threading.Lock()
         self.error: Exception | None = None
@@ -82,7 +99,8 @@ class Walks:
         with np.load(path) as walk:
             frames, actions = torch.from_numpy(walk["frames"]), torch.from_numpy(walk["actions"])
             lengths = walk["lengths"].tolist()
-            poses = torch.from_numpy(walk["poses"]) if self.camera_share else None
+            needed = self.camera_share or self.returns_share
+            poses = torch.from_numpy(walk["poses"]) if needed else None
         with self.lock:
             first, self.used = self.used, self.used + len(frames)
             if self.used > len(self.frames):
@@ -92,6 +110,12 @@ class Walks:
         self.actions[first : first + len(frames)].copy_(actions)
         if poses is not None:
             self.poses[first : first + len(frames)].copy_(poses)
+        if poses is not None and self.returns_share:
+            at = first
+            for part in np.split(poses.numpy(), np.cumsum(lengths)[:-1]):
+                seen = comes_back(part)
+                self.seen[at : at + len(part)] = np.where(seen < 0, -1, seen + at)
+                at += len(part)
         with self.lock:
             for length in lengths:
                 self.spans.append((first, length))
@@ -102,9 +126,11 @@ class Walks:
         with self.lock:
             spans = [span for span in self.spans if span[1] >= length]
         rows = []
-        for i in rng.integers(len(spans), size=batch):
-            first, count = spans[i]
-            start = first + int(rng.integers(count - length + 1))
+        for _ in range(batch):
+            starts = [self._start(spans, length, rng)]
+            if self.returns_share and rng.random() < self.returns_share:
+                starts += [self._start(spans, length, rng) for _ in range(CANDIDATES - 1)]
+            start = max(starts, key=lambda at: (self.seen[at : at + length] >= at).sum())
             rows.append(np.arange(start, start + length))
         device = self.frames.device
         index = torch.from_numpy(np.stack(rows)).to(device, non_blocking=True)
@@ -114,3 +140,9 @@ class Walks:
             told = torch.from_numpy(rng.random(batch) < self.camera_share).to(device)
             poses = torch.where(told[:, None, None], self.poses[index], poses)
         return Sequences(self.frames[index], actions, poses)
+
+    @staticmethod
+    def _start(spans: list[tuple[int, int]], length: int, rng: np.random.Generator) -> int:
+        """The first frame of a sequence drawn evenly over walks, then over places."""
+        first, count = spans[int(rng.integers(len(spans)))]
+        return first + int(rng.integers(count - length + 1))
