@@ -41,8 +41,9 @@ class Walks:
 
     Holds at most `capacity` frames; files beyond that are left out. Frames larger than the model's
     (a tiny model's on a CPU) are cropped. Of `camera_share` of the sequences the simulator's poses
-    are told, of the others what is reckoned from their buttons. `returns_share` of all sequences are
-    the best of `CANDIDATES` drawn: those in which most views come back from aside (`comes_back`).
+    are told, of the others what is reckoned from their buttons. `returns_share` of all sequences
+    are the best of `CANDIDATES` drawn: those in which most views come back from aside
+    (`comes_back`).
     """
 
     def __init__(
